@@ -1,0 +1,294 @@
+"""The configuration tree of `raycp.fit`: frozen, keyword-only dataclasses, and one `validate` that finds everything.
+
+Guarantees: a tree is immutable and plain (numbers, strings, tuples), so it is hashed, stored as `config.json` and sent
+to other machines as it is; `problems()` reports every problem at once, before any process starts. "auto" values are
+filled in by `raycp.api`, which writes the resolved tree to the output folder. Imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raycp.errors import ConfigError, Problem
+
+ALGORITHMS = ("auto", "ring", "ulysses", "hybrid", "allgather")
+LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
+DEVICES = ("auto", "cpu", "cuda", "npu")
+DTYPES = ("auto", "float32", "bfloat16")
+FORMATS = ("auto", "messages", "prompt_completion", "text")
+OVERFLOWS = ("raise", "split", "truncate", "drop")
+PACKINGS = ("best_fit", "sequential", "none")
+TRAIN_ON = ("auto", "assistant", "last_assistant", "completion", "all")
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("cosine", "linear", "constant")
+RESUMES = ("auto", "never", "must")
+CHECKPOINTING = ("auto", "full", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a pack and the packs of a step are spread over the workers: workers = dp * cp, cp = ulysses * ring."""
+
+    cp: int | Literal["auto"] = "auto"
+    """Context-parallel ranks that share one pack. "auto": all workers that dp leaves."""
+    dp: int | Literal["auto"] = "auto"
+    """Data-parallel replicas. "auto": workers / cp."""
+    algorithm: str = "auto"
+    ulysses: int | Literal["auto"] = "auto"
+    window: int = 1
+    """Inner ring length of a double ring; 1 is a single ring."""
+    layout: str = "auto"
+    shard: str = "full"
+    """"full": parameters, gradients and optimizer sharded over dp * cp. "none": replicated on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """From rows to documents to packs."""
+
+    format: str = "auto"
+    overflow: str = "raise"
+    """What happens to a document of more than `seq_length` tokens: raise, split, truncate or drop."""
+    packing: str = "best_fit"
+    train_on: str = "auto"
+    chat_template: str | None = None
+    """A Jinja chat template that replaces the tokenizer's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and schedule. The learning rate is a function of the step alone."""
+
+    name: str = "adamw"
+    lr: float = 1e-5
+    schedule: str = "cosine"
+    warmup: float = 0.03
+    """Below 1: fraction of all steps. 1 or more: number of steps."""
+    clip: float | None = 1.0
+    """Global norm that gradients are scaled down to; None: no clipping."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    """Of SGD."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the last step, as a fraction of `lr`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """What is saved when, and what a lost worker does to the run."""
+
+    min_workers: int = 1
+    max_workers: int | None = None
+    spares: int = 0
+    on_loss: str = "auto"
+    heartbeat_timeout: float = 30.0
+    """Seconds without progress inside a collective after which a rank's own operations give up."""
+    wait_for_capacity: float = 600.0
+    """Seconds that a run waits for the cluster to have the workers that it asked for."""
+    snapshot_every: int = 1
+    checkpoint_every: int = 50
+    """Steps between checkpoints on storage; the last step always writes one."""
+    keep: int = 3
+    """Newest checkpoints that are kept."""
+    resume: str = "auto"
+    """"auto": continue if `output_dir` holds this run. "must": fail if it does not. "never": fail if it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """Everything about a run but its model, its data and its folder."""
+
+    seq_length: int = 131_072
+    """Tokens of a pack (T): documents are packed up to this length."""
+    steps: int | None = None
+    """Optimizer steps; None: as many as `epochs` gives."""
+    epochs: float = 1.0
+    global_batch: int = 8
+    """Packs per optimizer step, whatever the number of workers."""
+    seed: int = 0
+    dtype: str = "auto"
+    """"bfloat16": fp32 master weights and bf16 compute. "auto": bfloat16 on accelerators, float32 on CPU."""
+    device: str = "auto"
+    workers: int | None = None
+    """Ray actors, each with one accelerator (or CPU). Required on an existing cluster."""
+    eval_data: Any = None
+    """Held-out rows, in any form that `data` takes; evaluated before the first and after the last step."""
+    eval_every: int | None = None
+    """Also evaluate each so many steps."""
+    activation_checkpointing: str = "auto"
+    """Recompute each layer in backward (attention's output and LSE are kept). "auto": when memory asks for it."""
+    loss_chunk: int = 2048
+    """Target rows that go through the head at once."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+
+    def problems(self) -> list[Problem]:
+        """Every problem that can be seen without looking at the model, the data or the cluster."""
+        found = _Problems()
+        found.integer("seq_length", self.seq_length, 1)
+        found.integer("steps", self.steps, 1, none=True)
+        found.number("epochs", self.epochs, above=0.0)
+        found.integer("global_batch", self.global_batch, 1)
+        found.integer("seed", self.seed, 0)
+        found.integer("workers", self.workers, 1, none=True)
+        found.integer("eval_every", self.eval_every, 1, none=True)
+        found.integer("loss_chunk", self.loss_chunk, 1)
+        found.choice("dtype", self.dtype, DTYPES)
+        found.choice("device", self.device, DEVICES)
+        found.choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+        _check_parallel(found, self.parallel, self.workers)
+        _check_data(found, self.data)
+        _check_optim(found, self.optim)
+        _check_elastic(found, self.elastic)
+        return found.items
+
+    def validate(self) -> None:
+        """Raises:
+        ConfigError: with all problems of `problems()`, if there is one.
+        """
+        items = self.problems()
+        if items:
+            raise ConfigError.from_problems(items)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict, as written to config.json. `eval_data` becomes its description."""
+        raw = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("parallel", "data", "optim", "elastic"):
+            raw[name] = dataclasses.asdict(raw[name])
+        raw["eval_data"] = describe_source(self.eval_data)
+        return raw
+
+
+def describe_source(data: Any) -> Any:
+    """A short JSON-able description of a `data` argument: paths as they are, anything else by its type."""
+    if data is None or isinstance(data, str):
+        return data
+    if hasattr(data, "__fspath__"):
+        return str(data)
+    if isinstance(data, list | tuple) and all(isinstance(x, str) or hasattr(x, "__fspath__") for x in data):
+        return [str(x) for x in data]
+    return f"<{type(data).__module__}.{type(data).__qualname__}>"
+
+
+class _Problems:
+    """Collects problems; each check names the field, the value found and the values allowed."""
+
+    def __init__(self) -> None:
+        self.items: list[Problem] = []
+
+    def add(self, message: str, fix: str) -> None:
+        self.items.append(Problem(message, fix))
+
+    def choice(self, name: str, value: object, allowed: tuple[str, ...]) -> None:
+        if value not in allowed:
+            self.add(f"{name}={value!r} is not a choice", f"set {name} to one of {', '.join(allowed)}")
+
+    def integer(self, name: str, value: object, low: int, *, none: bool = False) -> None:
+        if none and value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            self.add(f"{name}={value!r} is not a whole number of at least {low}", f"set {name} to {low} or more")
+
+    def number(
+        self,
+        name: str,
+        value: object,
+        *,
+        above: float | None = None,
+        low: float | None = None,
+        below: float | None = None,
+        none: bool = False,
+    ) -> None:
+        if none and value is None:
+            return
+        bound = f"above {above}" if above is not None else f"at least {low}"
+        bound += f" and below {below}" if below is not None else ""
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if good and isinstance(value, int | float):
+            good = (above is None or value > above) and (low is None or value >= low)
+            good = good and (below is None or value < below)
+        if not good:
+            self.add(f"{name}={value!r} is not a number {bound}", f"set {name} to a number {bound}")
+
+
+def _check_parallel(found: _Problems, p: ParallelConfig, workers: int | None) -> None:
+    for name, value in (("cp", p.cp), ("dp", p.dp), ("ulysses", p.ulysses)):
+        if value != "auto":
+            found.integer(f"parallel.{name}", value, 1)
+    found.choice("parallel.algorithm", p.algorithm, ALGORITHMS)
+    found.choice("parallel.layout", p.layout, LAYOUTS)
+    found.choice("parallel.shard", p.shard, ("full", "none"))
+    found.integer("parallel.window", p.window, 1)
+    if p.algorithm in ("ulysses", "hybrid", "allgather"):
+        found.add(
+            f"parallel.algorithm={p.algorithm!r} is not available in this version: context parallelism runs as a ring",
+            "set parallel.algorithm to 'ring' or 'auto'",
+        )
+    if p.layout == "balanced":
+        found.add(
+            "parallel.layout='balanced' is not available in this version",
+            "set parallel.layout to 'zigzag', 'contiguous' or 'auto'",
+        )
+    if isinstance(p.ulysses, int) and p.ulysses > 1:
+        found.add(f"parallel.ulysses={p.ulysses}: a ring has ulysses=1", "set parallel.ulysses to 1 or 'auto'")
+    if p.window != 1 and isinstance(p.window, int):
+        found.add(f"parallel.window={p.window}: double rings are not available in this version", "set it to 1")
+    if workers is None or not isinstance(workers, int) or workers < 1:
+        return
+    cp = p.cp if isinstance(p.cp, int) else None
+    dp = p.dp if isinstance(p.dp, int) else None
+    if cp is not None and dp is not None and cp * dp != workers:
+        found.add(
+            f"parallel.cp={cp} x parallel.dp={dp} = {cp * dp} ranks, but workers={workers}",
+            f"set workers={cp * dp}, or leave one of cp and dp on 'auto'",
+        )
+    for name, value in (("cp", cp), ("dp", dp)):
+        other = dp if name == "cp" else cp
+        if value is not None and other is None and value >= 1 and workers % value:
+            found.add(
+                f"parallel.{name}={value} does not divide workers={workers}",
+                f"set workers to a multiple of {value}, or parallel.{name} to a divisor of {workers}",
+            )
+
+
+def _check_data(found: _Problems, d: DataConfig) -> None:
+    found.choice("data.format", d.format, FORMATS)
+    found.choice("data.overflow", d.overflow, OVERFLOWS)
+    found.choice("data.packing", d.packing, PACKINGS)
+    found.choice("data.train_on", d.train_on, TRAIN_ON)
+
+
+def _check_optim(found: _Problems, o: OptimConfig) -> None:
+    found.choice("optim.name", o.name, OPTIMIZERS)
+    found.choice("optim.schedule", o.schedule, SCHEDULES)
+    found.number("optim.lr", o.lr, above=0.0)
+    found.number("optim.warmup", o.warmup, low=0.0)
+    found.number("optim.clip", o.clip, above=0.0, none=True)
+    found.number("optim.weight_decay", o.weight_decay, low=0.0)
+    found.number("optim.eps", o.eps, above=0.0)
+    found.number("optim.momentum", o.momentum, low=0.0, below=1.0)
+    found.number("optim.min_lr_ratio", o.min_lr_ratio, low=0.0)
+    for i, beta in enumerate(o.betas):
+        found.number(f"optim.betas[{i}]", beta, low=0.0, below=1.0)
+
+
+def _check_elastic(found: _Problems, e: ElasticConfig) -> None:
+    found.choice("elastic.resume", e.resume, RESUMES)
+    found.choice("elastic.on_loss", e.on_loss, ("auto", "stop"))
+    found.integer("elastic.min_workers", e.min_workers, 1)
+    found.integer("elastic.max_workers", e.max_workers, 1, none=True)
+    found.integer("elastic.spares", e.spares, 0)
+    found.integer("elastic.snapshot_every", e.snapshot_every, 1)
+    found.integer("elastic.checkpoint_every", e.checkpoint_every, 1)
+    found.integer("elastic.keep", e.keep, 1)
+    found.number("elastic.heartbeat_timeout", e.heartbeat_timeout, above=0.0)
+    found.number("elastic.wait_for_capacity", e.wait_for_capacity, low=0.0)
+    if e.spares:
+        found.add(f"elastic.spares={e.spares}: spares are not available in this version", "set elastic.spares=0")
