@@ -1,0 +1,113 @@
+"""The values that travel between the driver and a worker. Frozen, picklable, small.
+
+Guarantees: every request carries the generation it belongs to, so that a message of an older world is refused by
+`TrainWorker` and a late answer is recognised by the driver; no tensor, path of the driver's machine or live handle
+travels (`RunSpec.output_dir` and the stores are folders that start-up proved to be shared).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycp.config import FitConfig
+from raycp.plan import RankGrid
+from raycp.training.device import DeviceSpec
+from raycp.training.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSpec:
+    """A document store on shared storage and the pack plan that both sides derive from it."""
+
+    folder: str
+    fingerprint: str
+    packing: str
+    plan_hash: str
+    """Hash of the plan of epoch 0: a worker that derives another one must not train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What does not change while a run lives, whatever happens to its workers."""
+
+    run_id: str
+    output_dir: str
+    model: ModelSpec
+    device: DeviceSpec
+    dtype: str
+    config: FitConfig
+    activation_checkpointing: bool
+    total_steps: int
+    train: StoreSpec
+    evaluation: StoreSpec | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where and as whom a worker joins the groups of one generation."""
+
+    generation: int
+    rank: int
+    grid: RankGrid
+    store_host: str
+    store_port: int
+    timeout: float
+    """Seconds that one collective may wait."""
+    threads: int
+    """Compute threads of this rank (CPU)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """One optimizer step: the whole input beside the training state."""
+
+    generation: int
+    step: int
+    pack_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one rank did in a step.
+
+    `loss_sum` is this rank's sum of weight x cross-entropy, fp64; the driver adds the ranks in rank order and divides
+    by `weight`, the step's global sum of target weights (the same on every rank).
+    """
+
+    generation: int
+    step: int
+    rank: int
+    loss_sum: float
+    weight: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Tokens of the step over all ranks, padding included."""
+    targets: int
+    seconds: float
+    remote_blocks_held: int
+    """Most remote K/V blocks that this rank held at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport:
+    """One rank's part of an evaluation; sums as in `StepReport`."""
+
+    generation: int
+    rank: int
+    loss_sum: float
+    weight: float
+    targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What a worker process found out about itself before it joins anything."""
+
+    node_id: str
+    address: str
+    pid: int
+    accelerators: tuple[str, ...]
+    cpu_count: int
+    problems: tuple[tuple[str, str], ...] = ()
+    """(message, fix) of everything that is wrong on this node."""
+    facts: dict[str, Any] = field(default_factory=dict)
