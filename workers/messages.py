@@ -32,6 +32,10 @@ class RunSpec:
     run_id: str
     output_dir: str
     model: ModelSpec
+    model_fingerprint: str
+    """The driver's view of the model; a node that sees another one must not train."""
+    tokenizer_folder: str
+    """Under `output_dir`: a copy of the tokenizer that the data was rendered with."""
     device: DeviceSpec
     dtype: str
     config: FitConfig

@@ -1,0 +1,176 @@
+"""The Ray cluster that a run uses: connect or start, look at the nodes, find the output folder, ship our packages.
+
+Guarantees: a running cluster is used when the caller is connected to one, is inside a Ray job, or RAY_ADDRESS is set;
+otherwise a local Ray is started that listens on loopback only and ends with the run; `raycp`, `workers` and
+`data_pipeline` of the driver are what every node imports, wherever the driver has them from. Costs 3-5 s for a local
+start, under 1 s to connect.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raycp.errors import ClusterError, Problem
+
+PACKAGES = ("raycp", "workers", "data_pipeline")
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its entry point
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeInfo:
+    """One live node: total resources, and what of them is free now."""
+
+    node_id: str
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterHandle:
+    """The cluster in use. `started_here`: this process started it and ends it."""
+
+    started_here: bool
+    in_job: bool
+    driver_address: str
+
+    def close(self) -> None:
+        """Ends the local Ray that `connect` started; leaves any other cluster, and the connection to it, alone."""
+        if self.started_here and ray.is_initialized():
+            ray.shutdown()
+
+
+def in_ray_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is the entry point of `ray job submit`, or a child of it."""
+    return _JOB_VARIABLE in environ
+
+
+def will_use_existing_cluster(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether `connect` will use a running cluster rather than start a local one."""
+    return ray.is_initialized() or in_ray_job(environ) or bool(environ.get("RAY_ADDRESS"))
+
+
+def connect(*, workers: int | None, resource: str | None) -> ClusterHandle:
+    """Connects to the running cluster, or starts a local one that is large enough for `workers` CPU ranks.
+
+    Args:
+        workers: ranks of the run; a local Ray offers at least so many CPUs, so that more ranks than cores can run.
+        resource: accelerator resource asked for ("NPU", "GPU") or None; a local Ray counts accelerators by itself.
+
+    Raises:
+        ClusterError: RAY_ADDRESS (or the job's cluster) does not answer.
+    """
+    if ray.is_initialized():
+        return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    if will_use_existing_cluster():
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        try:
+            ray.init(address=address, runtime_env=_shipping_environment(), **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(
+                f"no Ray cluster answers at {address!r}: {error}",
+                fix="start one with `ray start --head`, or unset RAY_ADDRESS to let raycp start a local one",
+            ) from error
+        return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
+    cpus = max(os.cpu_count() or 1, workers or 1)
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        _node_ip_address=_LOOPBACK,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_import_roots())}},
+        **quiet,
+    )
+    return ClusterHandle(started_here=True, in_job=False, driver_address=_LOOPBACK)
+
+
+def live_nodes() -> list[NodeInfo]:
+    """Live nodes, ordered by (address, node id): the same order on every call while the set does not change."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    found = [
+        NodeInfo(
+            node_id=n["NodeID"],
+            address=n["NodeManagerAddress"],
+            total=dict(n["Resources"]),
+            free=dict(free.get(n["NodeID"], {})),
+        )
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+    return sorted(found, key=lambda n: (n.address, n.node_id))
+
+
+def total_resources() -> dict[str, float]:
+    """Sum of the resources of all live nodes."""
+    total: dict[str, float] = {}
+    for node in live_nodes():
+        for name, amount in node.total.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def resolve_output_dir(
+    output_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.environ
+) -> tuple[Path | None, list[Problem]]:
+    """The absolute output folder, or the problem with it.
+
+    A relative path inside a Ray job would lie in a working folder that changes with every edit of the code, so it is
+    taken relative to RAYCP_HOME there, and refused without one.
+    """
+    path = Path(output_dir).expanduser()
+    if path.is_absolute():
+        return path, []
+    home = environ.get("RAYCP_HOME")
+    if home:
+        return Path(home).expanduser().resolve() / path, []
+    if in_ray_job(environ):
+        return None, [
+            Problem(
+                f"output_dir={str(output_dir)!r} is relative, and inside a Ray job the working folder is a copy that "
+                "changes with every edit and lives on one node",
+                "give an absolute path on storage that all nodes share, or set RAYCP_HOME to such a folder",
+            )
+        ]
+    return path.resolve(), []
+
+
+def _driver_address() -> str:
+    return str(ray.util.get_node_ip_address())
+
+
+def _package_dirs() -> list[Path]:
+    import data_pipeline
+    import raycp
+    import workers
+
+    return [Path(next(iter(m.__path__))).resolve() for m in (raycp, workers, data_pipeline)]
+
+
+def _import_roots() -> list[str]:
+    """Folders that make our packages importable, then the driver's PYTHONPATH."""
+    roots = list(dict.fromkeys(str(p.parent) for p in _package_dirs()))
+    return roots + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in roots]
+
+
+def _shipping_environment() -> dict[str, Any] | None:
+    """Runtime environment that brings our packages to every node; None where the job's working folder has them.
+
+    An installation in the interpreter's own site-packages counts as present on every node, as ray itself must be:
+    `probe` compares sources before training and says where they differ.
+    """
+    dirs = _package_dirs()
+    cwd = Path.cwd().resolve()
+    if in_ray_job() and all(cwd in d.parents for d in dirs):
+        return None
+    if all("site-packages" in d.parts and Path(sys.prefix).resolve() in d.parents for d in dirs):
+        return None
+    return {"py_modules": [str(d) for d in dirs]}

@@ -1,0 +1,325 @@
+"""TrainWorker: the thin shell around one rank that Ray calls.
+
+Guarantees: calls that change state run one at a time; control calls (`abort`, `progress`, `ping`) are answered while a
+step runs; a message of another generation is refused; any exception first cuts this rank's own groups, so that no
+peer waits for it, and then reaches the driver as a `WorkerError` that names rank, node and cause and tells whether the
+cause is a broken connection (a consequence) or something of this rank's own. Costs one thread pool of three threads.
+"""
+
+import gc
+import hashlib
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+import torch
+import torch.distributed as dist
+
+from data_pipeline import DocumentStore, PackLoader, StepSchedule, plan_packs
+from raycp.attention import register_attention
+from raycp.attention.communicator import CommunicationError
+from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError, WorkerError
+from raycp.training.checkpoint import CheckpointReader, ShardRecord, write_shard
+from raycp.training.device import torch_device
+from raycp.training.export import export_hf
+from raycp.training.model import build_trainee
+from raycp.training.optim import build_optimizer
+from raycp.training.state import export_state, import_state
+from workers.batch import Batcher, Heads
+from workers.messages import EvalReport, Probe, Rendezvous, RunSpec, StepReport, StepRequest, StoreSpec
+from workers.process_groups import ProcessGroups
+from workers.progress import Progress
+from workers.step import TrainState, run_evaluation, run_step
+
+_R = TypeVar("_R")
+
+
+class TrainWorker:
+    """One rank. The driver makes it with `ray.remote` and calls its methods in the order probe, join, build, restore,
+    then step / evaluate / save / export as the run goes.
+
+    Args:
+        spec: the run.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._progress = Progress()
+        self._groups: ProcessGroups | None = None
+        self._state: TrainState | None = None
+        self._train: tuple[PackLoader, Batcher] | None = None
+        self._eval: tuple[PackLoader, Batcher] | None = None
+
+    # -- before the groups exist ------------------------------------------------------------------------------------
+
+    def probe(self, nonce_path: str, nonce: str) -> Probe:
+        """What this process is, and what is wrong on its node. Never raises for what it can report."""
+        context = ray.get_runtime_context()
+        ids = context.get_accelerator_ids()
+        resource = self._spec.device.ray_resource
+        problems = [*_shared_folder_problems(nonce_path, nonce), *self._model_problems()]
+        accelerators = tuple(ids.get(resource, ())) if resource else ()
+        if resource and not accelerators:
+            problems.append(
+                (f"the worker got no {resource} from Ray", f"check what the node offers with `ray status`: {resource}")
+            )
+        return Probe(
+            node_id=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            accelerators=accelerators,
+            cpu_count=os.cpu_count() or 1,
+            problems=tuple(problems),
+        )
+
+    def _model_problems(self) -> list[tuple[str, str]]:
+        try:
+            found = self._spec.model.fingerprint()
+        except (OSError, RaycpError) as error:
+            return [(f"the model cannot be read there: {error}", "put the model on storage that all nodes share")]
+        expected = self._spec.model_fingerprint
+        if found != expected:
+            return [
+                (
+                    f"the model there differs from the driver's: {found[:16]} against {expected[:16]}",
+                    "put the model on storage that all nodes share, or update the node's copy",
+                )
+            ]
+        return []
+
+    # -- life cycle -------------------------------------------------------------------------------------------------
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Joins the groups of a generation and warms them. Collective."""
+
+        def body() -> None:
+            torch.set_num_threads(rendezvous.threads)
+            device, shard = self._spec.device, self._spec.config.parallel.shard
+            address = ray.util.get_node_ip_address()
+            if self._groups is None:
+                self._groups = ProcessGroups.create(rendezvous, device=device, shard=shard, address=address)
+            else:
+                self._drop_state()
+                self._groups = self._groups.rebuild(rendezvous, device=device, shard=shard, address=address)
+            self._groups.warm()
+
+        self._guard(rendezvous.generation, body, rank=rendezvous.rank)
+
+    def build(self, generation: int) -> None:
+        """Makes model, optimizer and data readers for the current groups. Collective."""
+
+        def body() -> None:
+            groups, spec = self._require_groups(generation), self._spec
+            register_attention()
+            trainee = build_trainee(
+                spec.model,
+                mesh=groups.mesh,
+                shard=spec.config.parallel.shard,
+                dtype=spec.dtype,
+                device=torch_device(spec.device, 0),
+                activation_checkpointing=spec.activation_checkpointing,
+                loss_chunk=spec.config.loss_chunk,
+                seed=spec.config.seed,
+            )
+            self._state = TrainState(
+                trainee=trainee,
+                optimizer=build_optimizer(trainee, spec.config.optim),
+                rank=groups.rendezvous.rank,
+            )
+            self._train = self._open(spec.train, groups, trainee.heads)
+            self._eval = self._open(spec.evaluation, groups, trainee.heads) if spec.evaluation else None
+            gc.collect()
+            gc.freeze()
+
+        self._guard(generation, body)
+
+    def restore(self, generation: int, checkpoint: str) -> None:
+        """Fills parameters and optimizer from a committed checkpoint of any world size."""
+
+        def body() -> None:
+            state = self._require_state(generation)
+            reader = CheckpointReader(Path(checkpoint))
+            import_state(state.trainee, state.optimizer, reader.read)
+
+        self._guard(generation, body)
+
+    def _open(self, store_spec: StoreSpec, groups: ProcessGroups, heads: Heads) -> tuple[PackLoader, Batcher]:
+        config = self._spec.config
+        store = DocumentStore.open(Path(store_spec.folder))
+        if store.fingerprint != store_spec.fingerprint:
+            raise CheckpointError(
+                f"the data in {store_spec.folder} is {store.fingerprint[:16]} here and "
+                f"{store_spec.fingerprint[:16]} for the driver",
+                fix="keep output_dir on storage that all nodes share",
+            )
+        loader = PackLoader(store, seq_length=config.seq_length, policy=store_spec.packing, seed=config.seed)
+        if loader.plan(0).hash != store_spec.plan_hash:
+            raise CheckpointError(
+                f"this node plans packs {loader.plan(0).hash[:16]}, the driver {store_spec.plan_hash[:16]}",
+                fix="install the same versions of raycp and numpy on every node",
+            )
+        rendezvous = groups.rendezvous
+        batcher = Batcher(
+            loader=loader,
+            grid=rendezvous.grid,
+            rank=rendezvous.rank,
+            groups=groups.attention,
+            heads=heads,
+            layout=config.parallel.layout,
+            algorithm=config.parallel.algorithm,
+            keep_attention=self._spec.activation_checkpointing,
+            device=torch_device(self._spec.device, 0),
+            on_layer=self._progress.attention_call,
+        )
+        return loader, batcher
+
+    def _drop_state(self) -> None:
+        self._state = self._train = self._eval = None
+        gc.collect()
+
+    # -- work -------------------------------------------------------------------------------------------------------
+
+    def step(self, request: StepRequest) -> StepReport:
+        """Runs one optimizer step. Collective."""
+
+        def body() -> StepReport:
+            state, (loader, batcher) = self._require_state(request.generation), self._require(self._train)
+            return run_step(
+                state,
+                request,
+                batcher=batcher,
+                loader=loader,
+                config=self._spec.config,
+                total_steps=self._spec.total_steps,
+                progress=self._progress,
+            )
+
+        return self._guard(request.generation, body, step=request.step)
+
+    def evaluate(self, generation: int, step: int) -> EvalReport:
+        """Evaluates all packs of the held-out data. Collective."""
+
+        def body() -> EvalReport:
+            state, (loader, batcher) = self._require_state(generation), self._require(self._eval)
+            pack_ids = tuple(range(len(loader.plan(0).packs)))
+            return run_evaluation(
+                state, pack_ids, generation=generation, batcher=batcher, loader=loader, progress=self._progress
+            )
+
+        return self._guard(generation, body, step=step)
+
+    def save(self, generation: int, step: int, folder: str) -> ShardRecord:
+        """Writes this rank's share of a checkpoint; the driver commits it with the manifest."""
+
+        def body() -> ShardRecord:
+            state = self._require_state(generation)
+            spans = export_state(state.trainee, state.optimizer)
+            return write_shard(Path(folder), state.rank, spans)
+
+        return self._guard(generation, body, step=step)
+
+    def export(self, generation: int, checkpoint: str, out: str) -> str:
+        """Writes a Hugging Face folder from a committed checkpoint. Only one rank is asked to."""
+
+        def body() -> str:
+            self._require_state(generation)
+            spec = self._spec
+            export_hf(CheckpointReader(Path(checkpoint)), spec.model, spec.tokenizer_folder, Path(out), spec.dtype)
+            return out
+
+        return self._guard(generation, body)
+
+    # -- control: answered while a step runs ------------------------------------------------------------------------
+
+    def abort(self, generation: int) -> int:
+        """Cuts this rank's groups if they are of `generation` or older. Returns the connections cut."""
+        groups = self._groups
+        if groups is None or groups.rendezvous.generation > generation:
+            return 0
+        return groups.abort()
+
+    def progress(self) -> dict[str, float | int | str]:
+        """Counters of the running call."""
+        return self._progress.snapshot()
+
+    # -- guards -----------------------------------------------------------------------------------------------------
+
+    def _require_groups(self, generation: int) -> ProcessGroups:
+        groups = self._groups
+        have = None if groups is None else groups.rendezvous.generation
+        if groups is None or have != generation:
+            raise StaleGenerationError(
+                f"message of generation {generation}, but this worker is in {have}",
+                fix="send messages of the current generation only",
+            )
+        return groups
+
+    def _require_state(self, generation: int) -> TrainState:
+        self._require_groups(generation)
+        return self._require(self._state)
+
+    @staticmethod
+    def _require(value: _R | None) -> _R:
+        if value is None:
+            raise ClusterError("the worker was not built yet", fix="call build() after join()")
+        return value
+
+    def _guard(
+        self, generation: int, body: Callable[[], _R], *, rank: int | None = None, step: int | None = None
+    ) -> _R:
+        try:
+            return body()
+        except StaleGenerationError:
+            raise
+        except Exception as error:
+            happened = time.time()
+            self.abort(generation)
+            groups = self._groups
+            known = rank if groups is None else groups.rendezvous.rank
+            node = ray.util.get_node_ip_address()
+            raise WorkerError(
+                f"rank {known} on {node}: {type(error).__name__}: {error}",
+                fix=error.fix if isinstance(error, RaycpError) else "",
+                rank=known,
+                node=node,
+                node_id=ray.get_runtime_context().get_node_id(),
+                cause=f"{type(error).__name__}: {error}",
+                step=step,
+                generation=generation,
+                time=happened,
+                communication=_is_communication(error),
+                traceback=traceback.format_exc(),
+            ) from None
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether the error is a broken connection to a peer: most likely a consequence of a failure elsewhere."""
+    if isinstance(error, CommunicationError | dist.DistBackendError | dist.DistNetworkError | ConnectionError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("gloo", "connection closed", "connection reset", "broken pipe", "nccl", "hccl")
+    )
+
+
+def _shared_folder_problems(nonce_path: str, nonce: str) -> list[tuple[str, str]]:
+    path = Path(nonce_path)
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        if path.exists():
+            found = path.read_text()
+            if found == nonce:
+                return []
+        time.sleep(0.25)
+    folder = path.parent.parent
+    return [
+        (
+            f"output_dir {folder} is not the driver's folder there: the file {path.name} that the driver wrote "
+            + ("has other content" if path.exists() else "is missing"),
+            "give an output_dir on storage that all nodes share (NFS, Lustre, a mounted bucket)",
+        )
+    ]

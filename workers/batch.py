@@ -1,0 +1,139 @@
+"""From the pack ids of a step to the tensors that one rank computes on.
+
+Guarantees: which packs form a step never depends on the world; which replica takes which pack is decided the same way
+on every rank, without a message; where a replica has fewer packs than another, it runs an empty micro-batch (one token,
+no target), so that every rank enters the same collectives. Costs one attention plan per pack and rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from data_pipeline import Document, Pack, PackLoader, assign_packs, pack_documents, split_pack
+from raycp.attention import Carrier, Groups
+from raycp.plan import AttentionPlan, RankGrid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Head counts of the model, which plans need."""
+
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass(kw_only=True)
+class MicroBatch:
+    """One rank's share of one pack. t: tokens of this rank, possibly 0.
+
+    Attributes:
+        ids, targets: int64 [t]; targets are shifted already, -100 where nothing is trained.
+        position_ids: int64 [t].
+        weights: float32 [t] or None.
+        carrier: the attention plan of this pack, fresh for this micro-batch.
+        num_tokens, num_targets: of the whole pack.
+    """
+
+    ids: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    weights: torch.Tensor | None
+    carrier: Carrier
+    num_tokens: int
+    num_targets: int
+
+
+class Batcher:
+    """Makes the micro-batches of one rank.
+
+    Args:
+        loader: the packs.
+        grid, rank: who this rank is.
+        groups: attention groups of the current generation.
+        heads: head counts of the model.
+        layout, algorithm: of `ParallelConfig`.
+        keep_attention: keep attention's output for the recomputation of a checkpointed layer.
+        device: where tensors go.
+        on_layer: called at every attention call.
+    """
+
+    def __init__(
+        self,
+        *,
+        loader: PackLoader,
+        grid: RankGrid,
+        rank: int,
+        groups: Groups,
+        heads: Heads,
+        layout: str,
+        algorithm: str,
+        keep_attention: bool,
+        device: torch.device,
+        on_layer: Callable[..., None],
+    ) -> None:
+        self._loader = loader
+        self._grid = grid
+        self._dp_index, self._cp_rank = divmod(rank, grid.cp)
+        self._groups = groups
+        self._heads = heads
+        self._layout = layout
+        self._algorithm = algorithm
+        self._keep = keep_attention
+        self._device = device
+        self._on_layer = on_layer
+
+    def assigned(self, pack_ids: Sequence[int]) -> list[int | None]:
+        """Pack ids that this rank's replica runs, in order; None is an empty micro-batch.
+
+        The length is the same on every rank: the most packs that any replica has.
+        """
+        if not pack_ids:
+            return []
+        per_replica = assign_packs([self._loader.cost(p) for p in pack_ids], self._grid.dp)
+        depth = max(len(part) for part in per_replica)
+        mine: list[int | None] = [pack_ids[i] for i in per_replica[self._dp_index]]
+        return mine + [None] * (depth - len(mine))
+
+    def micro_batches(self, assigned: Sequence[int | None]) -> Iterator[MicroBatch]:
+        """The micro-batches of `assigned`, the next pack read while the current one computes."""
+        self._loader.prefetch([p for p in assigned if p is not None])
+        for pack_id in assigned:
+            yield self.make(_empty_pack() if pack_id is None else self._loader.pack(pack_id))
+
+    def make(self, pack: Pack) -> MicroBatch:
+        """This rank's share of `pack`."""
+        plan = AttentionPlan.build(
+            doc_ends=pack.doc_ends,
+            grid=self._grid,
+            layout=self._layout,
+            algorithm=self._algorithm,
+            num_heads=self._heads.num_heads,
+            num_kv_heads=self._heads.num_kv_heads,
+        )
+        shard = split_pack(pack, plan, self._cp_rank)
+        carrier = Carrier(plan=plan, groups=self._groups, keep=self._keep, on_layer=self._on_layer)
+        return MicroBatch(
+            ids=self._tensor(shard.ids, torch.int64),
+            targets=self._tensor(shard.targets, torch.int64),
+            position_ids=self._tensor(shard.position_ids, torch.int64),
+            weights=None if shard.weights is None else self._tensor(shard.weights, torch.float32),
+            carrier=carrier,
+            num_tokens=int(pack.ids.shape[0]),
+            num_targets=int(np.count_nonzero(pack.targets != -100)),
+        )
+
+    def _tensor(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device=self._device, dtype=dtype)
+
+
+def _empty_pack() -> Pack:
+    one = Document(
+        ids=np.zeros(1, np.int32),
+        targets=np.full(1, -100, np.int32),
+        weights=None,
+        start_position=0,
+        row_id="",
+    )
+    return pack_documents([one])
