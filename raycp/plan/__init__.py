@@ -1,0 +1,20 @@
+"""Host-side planning: which rank holds which token, computes which scores and moves which rows.
+
+Guarantees: pure functions that make frozen value objects, deterministic and hashable; numpy only (neither torch nor ray
+is imported); executors in `raycp.attention` obey a plan and decide nothing.
+
+* `grid`: `RankGrid`, the shape of the world
+* `ranges`: `Range`, `MaskKind`, `Slice`, the words that plans are written in
+* `layout`: which ranges of a pack each context-parallel rank holds
+* `program`: what one rank does in each step: rows to move, slices to compute
+* `attention_plan`: `AttentionPlan`, which puts these together for one pack
+* `cost`: `CostModel`, seconds of a plan
+"""
+
+from raycp.plan.attention_plan import AttentionPlan
+from raycp.plan.cost import CostModel
+from raycp.plan.grid import RankGrid
+from raycp.plan.program import RankProgram, Step, Transfer
+from raycp.plan.ranges import MaskKind, Range, Slice
+
+__all__ = ["AttentionPlan", "CostModel", "MaskKind", "Range", "RankGrid", "RankProgram", "Slice", "Step", "Transfer"]
