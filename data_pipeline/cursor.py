@@ -1,8 +1,8 @@
 """Which packs a step takes, where a run stands, and which replica takes which pack.
 
 Guarantees: everything here is a pure function of the plan and the global batch; the number of workers enters only in
-`assign_packs`, which splits the packs of one step and never chooses them. So a run that loses or gains workers goes on with
-the same packs in the same order, and resuming costs a division, not a replay. A cursor of another plan is refused.
+`assign_packs`, which splits the packs of one step and never chooses them. So a run that loses or gains workers goes on
+with the same packs in the same order, and resuming costs a division, not a replay. A cursor of another plan is refused.
 Cost: O(1) per step. No numpy arrays are held.
 
 Words: a pack id is `epoch * packs_per_epoch + index`; steps count from 1.
@@ -129,8 +129,8 @@ class StepSchedule:
         index, rest = divmod(cursor.pack_index, self.global_batch)
         if rest or not 0 <= index < self.steps_per_epoch:
             raise CheckpointError(
-                f"the checkpoint stopped at pack {cursor.pack_index} of {self.num_packs}, which is not between two steps "
-                f"of global_batch={self.global_batch}",
+                f"the checkpoint stopped at pack {cursor.pack_index} of {self.num_packs}, which is not between two "
+                f"steps of global_batch={self.global_batch}",
                 fix="set global_batch to what it was when the checkpoint was written",
                 found=cursor.pack_index,
                 expected=f"a multiple of {self.global_batch} below {self.num_packs}",
@@ -146,8 +146,8 @@ def attention_cost(doc_lengths: Sequence[int]) -> float:
 def assign_packs(costs: Sequence[float], dp: int) -> list[list[int]]:
     """Spreads the packs of a step over data-parallel replicas by work.
 
-    Longest processing time first, with at most ceil(n / dp) packs per replica so that the number of micro-batches is no larger
-    than it has to be. Ties go to the lower index, so every process computes the same.
+    Longest processing time first, with at most ceil(n / dp) packs per replica so that the number of micro-batches is
+    no larger than it has to be. Ties go to the lower index, so every process computes the same.
 
     Args:
         costs: [n] work of each pack, for instance `attention_cost`.

@@ -88,8 +88,8 @@ def raise_overflow(count: int, longest: int, row_id: str, seq_length: int) -> No
     """
     raise DataError(
         f"{count} document(s) have more than seq_length={seq_length} tokens; the longest has {longest}, row {row_id}",
-        fix=f"set seq_length to {longest} or more, or data.overflow to 'split' (keeps every token; fragments do not see "
-        "each other), 'truncate' or 'drop'",
+        fix=f"set seq_length to {longest} or more, or data.overflow to 'split' (keeps every token; fragments do not "
+        "see each other), 'truncate' or 'drop'",
         count=count,
         longest=longest,
         row=row_id,

@@ -1,8 +1,8 @@
 """Which documents share a pack: a pure function of lengths and settings.
 
 Guarantees: the same (lengths, seq_length, policy, seed, epoch) give the same plan on any machine: only integers are
-compared, and the shuffle is a fixed 64-bit mix, neither Python's hash nor a library's random stream. The number of workers is
-no argument. Every document is in exactly one pack, no pack exceeds `seq_length`, and the number of packs is the same in
+compared, and the shuffle is a fixed 64-bit mix, neither Python's hash nor a library's random stream. The number of
+workers is no argument. Every document is in exactly one pack, no pack exceeds `seq_length`, and the number of packs is the same in
 every epoch. Bump VERSION when any output changes: it is part of the hash that guards resuming.
 Cost: best-fit decreasing in O(1) per document (a two-level bitmap of the room left): about 2 s per million documents.
 numpy only, no torch.
@@ -11,6 +11,7 @@ Source: best-fit decreasing, Johnson et al. 1974, "Worst-case performance bounds
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,7 +78,7 @@ class PackPlan:
     def packs(self) -> tuple[tuple[int, ...], ...]:
         """All packs as tuples of document indices."""
         order, ends = self.order.tolist(), self.offsets.tolist()
-        return tuple(tuple(order[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
+        return tuple(tuple(order[a:b]) for a, b in itertools.pairwise(ends))
 
 
 def epoch_hash(family: str, epoch: int) -> str:
@@ -152,7 +153,7 @@ def _check(sizes: Int64, seq_length: int, policy: str, seed: int, epoch: int) ->
     if sizes.max() > seq_length:
         index, count = int(sizes.argmax()), int((sizes > seq_length).sum())
         raise PlanError(
-            f"{count} documents exceed seq_length={seq_length}; the longest, document {index}, has {sizes[index]} tokens",
+            f"{count} documents exceed seq_length={seq_length}; the longest, number {index}, has {sizes[index]} tokens",
             fix="set data.overflow to split, truncate or drop, or raise seq_length",
         )
 

@@ -1,7 +1,7 @@
 """One context-parallel rank's tokens of a pack.
 
-Guarantees: every per-token field is taken with the same index, after the targets were shifted in the whole document, so that
-no target is lost or moved at a cut; the shards of all ranks together are the pack. Cost: one gather per field.
+Guarantees: every per-token field is taken with the same index, after the targets were shifted in the whole document, so
+that no target is lost or moved at a cut; the shards of all ranks together are the pack. Cost: one gather per field.
 
 Legend: T tokens of the pack, t tokens of the rank (may be 0).
 """
