@@ -98,13 +98,13 @@ class TrainWorker:
 
         def body() -> None:
             torch.set_num_threads(rendezvous.threads)
-            device, shard = self._spec.device, self._spec.config.parallel.shard
+            device = self._spec.device
             address = ray.util.get_node_ip_address()
             if self._groups is None:
-                self._groups = ProcessGroups.create(rendezvous, device=device, shard=shard, address=address)
+                self._groups = ProcessGroups.create(rendezvous, device=device, address=address)
             else:
                 self._drop_state()
-                self._groups = self._groups.rebuild(rendezvous, device=device, shard=shard, address=address)
+                self._groups = self._groups.rebuild(rendezvous, device=device, address=address)
             self._groups.warm()
 
         self._guard(rendezvous.generation, body, rank=rendezvous.rank)
@@ -132,6 +132,7 @@ class TrainWorker:
             )
             self._train = self._open(spec.train, groups, trainee.heads)
             self._eval = self._open(spec.evaluation, groups, trainee.heads) if spec.evaluation else None
+            groups.learn_ports()
             gc.collect()
             gc.freeze()
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from raycp.attention import Groups, build_groups
 from raycp.errors import ClusterError
 from raycp.training.device import DeviceSpec
-from raycp.training.mesh import Mesh, build_mesh
+from raycp.training.mesh import build_mesh
 from workers.messages import Rendezvous
 from workers.sockets import interface_of, listening_ports, shut_sockets
 
@@ -32,22 +33,21 @@ class ProcessGroups:
         mesh: the device mesh that parameters are sharded over.
     """
 
-    def __init__(self, rendezvous: Rendezvous, attention: Groups, mesh: Mesh, ports_before: frozenset[int]) -> None:
+    def __init__(self, rendezvous: Rendezvous, attention: Groups, mesh: DeviceMesh, ports_before: frozenset[int]) -> None:
         self.rendezvous = rendezvous
         self.attention = attention
-        self.mesh = mesh
+        self._mesh: DeviceMesh | None = mesh
         self._ports_before = ports_before
         self._ports: frozenset[int] = frozenset()
         self._aborted = False
 
     @classmethod
-    def create(cls, rendezvous: Rendezvous, *, device: DeviceSpec, shard: str, address: str) -> "ProcessGroups":
+    def create(cls, rendezvous: Rendezvous, *, device: DeviceSpec, address: str) -> "ProcessGroups":
         """Joins the groups of `rendezvous.generation`. Collective: every rank of the grid calls it.
 
         Args:
             rendezvous: store, generation, rank and grid.
             device: chooses the back end (gloo, nccl, hccl).
-            shard: "full" or "none" (`ParallelConfig.shard`): shapes the mesh.
             address: this node's address in the cluster; gloo listens on the interface that holds it, and no other.
 
         Raises:
@@ -70,7 +70,7 @@ class ProcessGroups:
                 world_size=rendezvous.grid.world_size,
                 timeout=timeout,
             )
-            mesh = build_mesh(rendezvous.grid, device=device, shard=shard)
+            mesh = build_mesh(rendezvous.grid.world_size, device.name)
             attention = build_groups(rendezvous.grid, rank=rendezvous.rank, timeout=timeout)
         except (RuntimeError, dist.DistError) as error:
             raise ClusterError(
@@ -82,15 +82,16 @@ class ProcessGroups:
         return cls(rendezvous, attention, mesh, before)
 
     def warm(self) -> None:
-        """One collective on every group, then publishes this rank's gloo ports and learns the peers'. Collective.
+        """One collective on every group, in the same order on all ranks, so that their connections exist. Collective."""
+        for group in self._all():
+            self._all_reduce(group)
+        self.learn_ports()
 
-        After it, every connection of a later step exists, and `abort` knows each of them.
+    def learn_ports(self) -> None:
+        """Publishes this rank's gloo ports and learns the peers'. Collective.
+
+        `abort` cuts connections on these ports: call it again when groups were made after `warm` (a mesh of a model).
         """
-        self._all_reduce(None)
-        for group in self.attention.process_groups:
-            self._all_reduce(group)
-        for group in self.mesh.process_groups:
-            self._all_reduce(group)
         mine = sorted(listening_ports() - self._ports_before)
         everyone: list[Any] = [None] * self.rendezvous.grid.world_size
         dist.all_gather_object(everyone, mine)
@@ -103,19 +104,19 @@ class ProcessGroups:
         """
         self._aborted = True
         if dist.is_initialized() and dist.get_backend() != "gloo":
-            _abort_backends([None, *self.attention.process_groups, *self.mesh.process_groups])
+            _abort_backends(self._all())
             return 0
         return shut_sockets(self._ports | (listening_ports() - self._ports_before))
 
     def destroy(self) -> None:
         """Drops every group. Call `abort` first unless all ranks are known to be idle."""
+        self._mesh = None
         self.attention.process_groups.clear()
-        self.mesh.process_groups.clear()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def rebuild(self, rendezvous: Rendezvous, *, device: DeviceSpec, shard: str, address: str) -> "ProcessGroups":
+    def rebuild(self, rendezvous: Rendezvous, *, device: DeviceSpec, address: str) -> "ProcessGroups":
         """Aborts and destroys these groups, then joins those of a newer generation, in the same process.
 
         Raises:
@@ -128,10 +129,21 @@ class ProcessGroups:
             )
         self.abort()
         self.destroy()
-        return ProcessGroups.create(rendezvous, device=device, shard=shard, address=address)
+        return ProcessGroups.create(rendezvous, device=device, address=address)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh over all ranks; it ends with these groups (names repeat, so a stale mesh would use new groups)."""
+        if self._mesh is None:
+            raise ClusterError("these groups were destroyed", fix="use the groups of the current generation")
+        return self._mesh
+
+    def _all(self) -> list[dist.ProcessGroup | None]:
+        """Every group of this rank, None for the default one, in one order on all ranks."""
+        return [None, *self.attention.process_groups]
 
     def _all_reduce(self, group: dist.ProcessGroup | None) -> None:
-        one = torch.ones(1, device=self.mesh.device)
+        one = torch.ones(1, device=self.mesh.device_type)
         dist.all_reduce(one, group=group)
         size = dist.get_world_size(group)
         if float(one.item()) != size:

@@ -1,0 +1,85 @@
+"""What a person sees of a run: a line per phase, one progress bar, and the loss picture.
+
+Guarantees: one bar for the whole run, drawn by the driver only; it moves inside long steps too; nothing here can end a
+run (a missing plotting library leaves the picture out and says so). Costs one redraw per second at most.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from tqdm import tqdm
+
+
+class Display:
+    """The run's bar. Use as a context manager.
+
+    Args:
+        total_steps: length of the bar.
+        done: steps that were done before this driver started.
+        file: where to draw; standard error by default.
+    """
+
+    def __init__(self, *, total_steps: int, done: int = 0, file: TextIO | None = None) -> None:
+        self._file = file or sys.stderr
+        self._bar = tqdm(
+            total=total_steps, initial=done, file=self._file, unit="step", dynamic_ncols=True, leave=True, delay=1e-9
+        )
+        self._shown: dict[str, str] = {}
+        self._last_inside = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.set_postfix(self._shown, refresh=False)
+        self._bar.close()
+
+    def phase(self, text: str) -> None:
+        """Names what the run is doing, left of the bar."""
+        self._bar.set_description_str(text, refresh=True)
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._bar.write(text, file=self._file)
+
+    def inside(self, progress: Mapping[str, Any]) -> None:
+        """Shows how far the running step is: micro-batch and attention calls of rank 0."""
+        now = time.monotonic()
+        if now - self._last_inside < 1.0 or progress.get("phase") == "idle":
+            return
+        self._last_inside = now
+        part = f"{progress['micro_batch']}/{progress['micro_batches']} packs, {progress['calls_in_step']} layer calls"
+        self._bar.set_postfix({**self._shown, str(progress["phase"]): part}, refresh=True)
+
+    def step(self, *, loss: float, tokens_per_second: float, lr: float) -> None:
+        """One step is done."""
+        self._shown = {"loss": f"{loss:.4f}", "tokens/s": f"{tokens_per_second:,.0f}", "lr": f"{lr:.2e}"}
+        self._bar.set_postfix(self._shown, refresh=False)
+        self._bar.update(1)
+
+
+def draw_losses(losses: Mapping[int, float], evals: Mapping[int, float], path: Path) -> bool:
+    """Writes the loss curve as PNG; False if matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(list(losses), list(losses.values()), marker="." if len(losses) < 50 else "", label="training loss")
+    if evals:
+        axes.plot(list(evals), list(evals.values()), marker="o", linestyle="--", label="held-out loss")
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross-entropy per target (nats)")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    return True

@@ -1,0 +1,185 @@
+"""What a run leaves in its folder so that another driver can continue it: run.json, config.json, the lock.
+
+Guarantees: one live driver per folder (a file lock, which the kernel drops when the process dies); the generation
+rises with every driver start and is on disk before the first worker hears of it; a start that would change what the
+run computes (model, data, optimizer, lengths, seed) is refused with both values; files are replaced by rename, so a
+crash leaves the old or the new one. What may change between starts: workers, parallelism, device, elastic settings.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raycp.config import FitConfig
+from raycp.errors import CheckpointError, ConfigError
+
+VERSION = 1
+
+
+class RunRecord:
+    """The run.json of one folder, open for this driver.
+
+    Args:
+        folder: absolute output folder, made already.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._data: dict[str, Any] = {}
+
+    @property
+    def run_id(self) -> str:
+        return str(self._data["run_id"])
+
+    @property
+    def generation(self) -> int:
+        return int(self._data["generation"])
+
+    @property
+    def status(self) -> str:
+        return str(self._data["status"])
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no driver before this one has opened the run."""
+        return self.generation == 1
+
+    def open(self, identity: Mapping[str, Any], *, resume: str) -> None:
+        """Starts a new run in the folder, or continues the one that is there, and raises the generation.
+
+        Args:
+            identity: what the run computes, as flat JSON values (see `identity_of`).
+            resume: `ElasticConfig.resume`.
+
+        Raises:
+            ConfigError: `resume` forbids what would have to be done.
+            CheckpointError: run.json is damaged, or belongs to a run that computes something else.
+        """
+        old = self._read()
+        if old is None and resume == "must":
+            raise ConfigError(
+                f"elastic.resume='must', but {self.folder} holds no run", fix="check output_dir, or use resume='auto'"
+            )
+        if old is not None and resume == "never":
+            raise ConfigError(
+                f"elastic.resume='never', but {self.folder} holds run {old['run_id']} ({old['status']})",
+                fix="give another output_dir, or use resume='auto' to continue",
+            )
+        if old is None:
+            run_id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+            self._data = {"version": VERSION, "run_id": run_id, "namespace": f"raycp-{run_id}", "generation": 0}
+            self._data["identity"] = dict(identity)
+        else:
+            _compare_identity(old["identity"], identity, self.folder)
+            self._data = old
+        self._data.update(
+            generation=int(self._data["generation"]) + 1,
+            status=self._data.get("status", "running"),
+            driver={"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()},
+        )
+        self._write()
+
+    def peek_status(self) -> str | None:
+        """Status of the run in the folder, or None if there is none; changes nothing."""
+        old = self._read()
+        return None if old is None else str(old["status"])
+
+    def set_status(self, status: str, **fields: Any) -> None:
+        """Records "running", "stopped", "failed" or "finished"."""
+        self._data.update(status=status, **fields)
+        self._write()
+
+    def _read(self) -> dict[str, Any] | None:
+        path = self.folder / "run.json"
+        if not path.exists():
+            return None
+        try:
+            data = json.loads(path.read_text())
+            if data["version"] != VERSION:
+                raise CheckpointError(
+                    f"{path} has version {data['version']}, this raycp reads {VERSION}",
+                    fix="continue with the raycp that wrote it, or give another output_dir",
+                )
+            return dict(data)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged: {error!r}", fix="restore the file, or give another output_dir"
+            ) from error
+
+    def _write(self) -> None:
+        write_json(self.folder / "run.json", self._data)
+
+
+def identity_of(
+    config: FitConfig, *, model: str, data: str, evaluation: str | None, plan: str, total_steps: int, dtype: str
+) -> dict[str, Any]:
+    """What the run computes, as flat {name: value}: everything that must be equal when a run is continued."""
+    tree = config.to_dict()
+    flat: dict[str, Any] = {
+        "model": model,
+        "data": data,
+        "eval_data": evaluation,
+        "pack_plan": plan,
+        "total_steps": total_steps,
+        "dtype": dtype,
+    }
+    flat |= {name: tree[name] for name in ("seq_length", "global_batch", "seed")}
+    for part in ("data", "optim"):
+        flat |= {f"{part}.{name}": value for name, value in tree[part].items()}
+    return dict(json.loads(json.dumps(flat)))
+
+
+@contextlib.contextmanager
+def single_driver(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock while this driver lives.
+
+    Raises:
+        ConfigError: another live driver holds it.
+    """
+    path = folder / "run.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(handle, 200, 0).decode(errors="replace") or "unknown"
+            raise ConfigError(
+                f"another driver of the run in {folder} is alive: {owner}",
+                fix="wait for it, stop it, or give another output_dir",
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"host {socket.gethostname()}, pid {os.getpid()}".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file by rename, on disk (fsync) when this returns."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with aside.open("w") as file:
+        json.dump(value, file, indent=2, sort_keys=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _compare_identity(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
+    changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    if not changed:
+        return
+    lines = [f"{folder} holds a run that computes something else; {len(changed)} value(s) differ:"]
+    lines += [f"  {name}: {old.get(name)!r} there, {new.get(name)!r} now" for name in changed]
+    raise CheckpointError(
+        "\n".join(lines),
+        fix="give the old values to continue that run, or another output_dir to start a new one",
+        changed={name: (old.get(name), new.get(name)) for name in changed},
+    )
