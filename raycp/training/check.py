@@ -1,0 +1,97 @@
+"""Which models raycp trains, and how long their documents may be.
+
+Guarantees: a model is refused by name and reason before any process starts, never trained inexactly. The list holds
+model types whose packed isolation was tested through the whole model (tests/multiproc/test_training_families.py):
+some types change attention without telling the attention function, so an unknown type is refused, not tried.
+Imports neither torch nor transformers.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from raycp.config import ParallelConfig
+from raycp.errors import Problem
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SUPPORTED = ("arcee", "granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3", "starcoder2")
+"""Model types that are trained: plain softmax attention in every layer, through the attention interface."""
+
+_SCALED_ROPE = ("linear", "llama3", "yarn")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def check_model(config: "PretrainedConfig", longest_document: int, parallel: ParallelConfig) -> list[Problem]:
+    """Every reason why this model cannot be trained exactly on this data.
+
+    Args:
+        config: configuration of the model.
+        longest_document: tokens of the longest document (packs may be longer: positions restart).
+        parallel: how the run is spread.
+    """
+    kind = str(config.model_type)
+    if kind not in SUPPORTED:
+        return [
+            Problem(
+                f"model type {kind!r} is not supported: its attention was not shown to keep packed documents apart",
+                f"use a model of type {', '.join(SUPPORTED)}",
+            )
+        ]
+    found = [
+        Problem(f"{kind}: {name}={value} in the model's configuration, and dropout is not applied", f"set {name}=0.0")
+        for name, value in sorted(config.to_dict().items())
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and value > 0
+    ]
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < longest_document:
+        found.append(
+            Problem(
+                f"{kind}: sliding window of {window} tokens, and the longest document has {longest_document}: "
+                "sliding windows are not available in this version",
+                f"keep documents to {window} tokens, or use a model without a sliding window",
+            )
+        )
+    rope = _rope_type(config)
+    if rope in _LENGTH_DEPENDENT_ROPE:
+        found.append(
+            Problem(
+                f"{kind}: rope type {rope!r} depends on the length of the input, which a shard does not see",
+                f"use one of the rope types default, {', '.join(_SCALED_ROPE)}",
+            )
+        )
+    limit = positions_limit(config)
+    if longest_document > limit:
+        found.append(
+            Problem(
+                f"the longest document has {longest_document} tokens, and the model has {limit} positions",
+                f"set data.overflow='split' with seq_length={limit} or less, or give the model RoPE scaling",
+            )
+        )
+    if getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):
+        found.append(Problem(f"{kind}: logit soft-capping is not supported", "use a model without it"))
+    heads = int(config.num_attention_heads)
+    if isinstance(parallel.ulysses, int) and parallel.ulysses > heads:
+        found.append(
+            Problem(f"parallel.ulysses={parallel.ulysses} and the model has {heads} query heads", f"at most {heads}")
+        )
+    return found
+
+
+def positions_limit(config: "PretrainedConfig") -> int:
+    """Tokens that one document may have: the model's positions, times the factor of RoPE scaling where it has one."""
+    positions = int(config.max_position_embeddings)
+    rope = _rope(config)
+    if _rope_type(config) in _SCALED_ROPE:
+        original = int(rope.get("original_max_position_embeddings") or positions)
+        return max(positions, int(original * float(rope.get("factor") or 1.0)))
+    return positions
+
+
+def _rope(config: "PretrainedConfig") -> dict[str, Any]:
+    raw = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return dict(raw)
+
+
+def _rope_type(config: "PretrainedConfig") -> str:
+    rope = _rope(config)
+    return str(rope.get("rope_type") or rope.get("type") or "default")

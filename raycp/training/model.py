@@ -1,0 +1,138 @@
+"""The sharded model with its loss: what one rank trains.
+
+t tokens of this rank (may be 0), h hidden size, V vocabulary. Guarantees: the same data gives the same loss and
+gradients for every (dp, cp, accumulation), since every reduction is a sum and the scale is counted once; parameters
+are fp32 masters, sharded by FSDP2 over dp x cp (or replicated); a tied weight is one parameter, gathered once per
+micro-batch together with norm and head. Ranks without tokens or targets take part in every collective.
+"""
+
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raycp.attention import ATTENTION_NAME, register_attention
+from raycp.errors import ModelError
+from raycp.training.collectives import P2PAllGather, PairwiseReduceScatter
+from raycp.training.loss import IGNORE, chunked_cross_entropy
+from raycp.training.mesh import replicated
+from raycp.training.spec import ModelSpec
+from raycp.training.weights import empty_model, fill
+
+if TYPE_CHECKING:
+    from raycp.attention import Carrier
+
+
+class Trainee(nn.Module):
+    """A causal language model and its chunked loss, as one FSDP2 root.
+
+    Attributes:
+        lm: the Hugging Face model.
+        activation_checkpointing: layers are computed again in backward; the carrier should keep attention's output.
+    """
+
+    def __init__(self, lm: PreTrainedModel, *, loss_chunk: int, activation_checkpointing: bool) -> None:
+        super().__init__()
+        self.lm = lm
+        self.loss_chunk = loss_chunk
+        self.activation_checkpointing = activation_checkpointing
+        self._logit_scale = 1.0 / float(getattr(lm.config, "logits_scaling", 1.0))
+        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+            raise ModelError(f"{lm.config.model_type}: a head with a bias is not supported", fix="use another model")
+        if activation_checkpointing:
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.lm.config
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        carrier: "Carrier",
+        scale: float,
+    ) -> torch.Tensor:
+        """Loss of this rank's share of one micro-batch.
+
+        Args:
+            ids: int64 [t].
+            position_ids: int64 [t], position inside the document.
+            targets: int64 [t], already shifted; -100 is no target.
+            weights: fp32 [t] or None.
+            carrier: the attention plan of this pack, fresh per micro-batch.
+            scale: 1 / sum of the target weights of the whole step.
+
+        Returns:
+            fp32 scalar; the loss of the step is its sum over ranks and micro-batches. Gradients are summed over ranks
+            by FSDP2, so `backward()` on it is all there is to do.
+        """
+        hidden = self.lm.base_model(
+            input_ids=ids[None], position_ids=position_ids[None], use_cache=False, cp_plan=carrier
+        ).last_hidden_state[0]  # [t, h]
+        rows = torch.nonzero(targets != IGNORE).flatten()
+        return chunked_cross_entropy(
+            hidden.index_select(0, rows),
+            cast(torch.Tensor, self.lm.get_output_embeddings().weight),
+            targets.index_select(0, rows),
+            None if weights is None else weights.index_select(0, rows),
+            chunk=self.loss_chunk,
+            scale=scale,
+            logit_scale=self._logit_scale,
+        )
+
+
+def build_trainee(
+    spec: ModelSpec,
+    *,
+    mesh: DeviceMesh,
+    shard: Literal["full", "none"],
+    dtype: torch.dtype,
+    device: torch.device,
+    activation_checkpointing: bool,
+    loss_chunk: int,
+    seed: int,
+) -> Trainee:
+    """Makes the model on the meta device, shards it, and fills the own rows. Collective over `mesh`.
+
+    Args:
+        spec: where the model comes from.
+        mesh: 1-D mesh over all ranks, of this generation (`build_mesh`).
+        shard: "full": parameters, gradients and optimizer sharded over the mesh; "none": replicated.
+        dtype: compute dtype: float32, or bfloat16 (parameters and optimizer stay fp32, gradients reduce in fp32).
+        device: of this rank.
+        activation_checkpointing: recompute each layer in backward.
+        loss_chunk: target rows that go through the head at once.
+        seed: of random initialisation.
+
+    Raises:
+        ModelError: the weights do not fit the configuration.
+    """
+    register_attention()
+    config = spec.load_config()
+    lm = empty_model(config, ATTENTION_NAME)
+    trainee = Trainee(lm, loss_chunk=loss_chunk, activation_checkpointing=activation_checkpointing)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    placed = mesh if shard == "full" else replicated(mesh)
+    for layer in lm.base_model.layers:
+        fully_shard(layer, mesh=placed, mp_policy=policy)
+    fully_shard(trainee, mesh=placed, mp_policy=policy)
+    peer_to_peer = shard == "full" and device.type == "cpu"
+    for module in trainee.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if peer_to_peer:
+                module.set_custom_all_gather(P2PAllGather())
+                module.set_custom_reduce_scatter(PairwiseReduceScatter())
+    # Only meta tensors (parameters) are allocated: `to_empty` would turn the rotary tables into garbage.
+    trainee._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+    fill(trainee, spec, config, seed)
+    return trainee.train()
