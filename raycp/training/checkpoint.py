@@ -69,8 +69,8 @@ class Manifest:
     generation: int
     run_id: str
     grid: dict[str, int]
-    fingerprint: dict[str, str]
     shards: tuple[ShardRecord, ...]
+    fingerprint: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
 
@@ -117,15 +117,15 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def write_shard(
-    folder: Path, state: Mapping[str, tuple[ShardSpan, torch.Tensor]], *, rank: int, generation: int
+    folder: Path, rank: int, state: Mapping[str, tuple[ShardSpan, torch.Tensor]], *, generation: int = 0
 ) -> ShardRecord:
     """Writes the rows of one rank into the folder of a step, which is made if missing; on disk when it returns.
 
     Args:
         folder: `step_folder(root, step)`, on storage that all nodes see.
-        state: of `export_state`.
         rank: world rank.
-        generation: of the process groups.
+        state: of `export_state`.
+        generation: of the process groups; part of the file's name, so that a rank of an older one overwrites nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"shard-g{generation:04d}-{rank:05d}.safetensors"
@@ -149,7 +149,7 @@ def commit(folder: Path, manifest: Manifest) -> Path:
     """Makes the step exist: writes the manifest by atomic rename.
 
     Returns:
-        Path of the manifest.
+        `folder`.
 
     Raises:
         CheckpointError: the shards do not give every row of every tensor exactly once.
@@ -166,7 +166,7 @@ def commit(folder: Path, manifest: Manifest) -> Path:
     aside.replace(path)
     sync_folder(folder)
     sync_folder(folder.parent)
-    return path
+    return folder
 
 
 def coverage_problem(shards: Iterable[ShardRecord]) -> str:

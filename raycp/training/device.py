@@ -94,6 +94,20 @@ def torch_device(spec: DeviceSpec, local_index: int = 0) -> "torch.device":
     return torch.device(spec.name, local_index)
 
 
+def compute_dtype(name: str) -> "torch.dtype":
+    """The torch dtype of "float32" or "bfloat16".
+
+    Raises:
+        ConfigError: another name.
+    """
+    import torch
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise ConfigError(f"dtype={name!r} is not a compute dtype", fix="set dtype to float32 or bfloat16")
+    return dtypes[name]
+
+
 def host_memory() -> tuple[int, int]:
     """(total, available) bytes of host memory of this machine or, where it is smaller, of this container. Linux."""
     fields = {}

@@ -14,6 +14,7 @@ import torch
 
 from raycp.errors import CheckpointError, ModelError
 from raycp.training.checkpoint import CheckpointReader
+from raycp.training.device import compute_dtype
 from raycp.training.sharding import named_weights
 from raycp.training.spec import ModelSpec
 from raycp.training.state import PARAMETER
@@ -31,7 +32,7 @@ def export_hf(
     spec: ModelSpec,
     tokenizer: "PreTrainedTokenizerBase | str | None",
     out: Path,
-    dtype: torch.dtype,
+    dtype: str,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
@@ -42,7 +43,7 @@ def export_hf(
         spec: the model that was trained.
         tokenizer: a tokenizer, its folder or hub id, or None: the model's own (none for a bare configuration).
         out: folder to make.
-        dtype: of the weights on disk.
+        dtype: of the weights on disk: "float32" or "bfloat16".
         max_file_bytes: limit of one weight file (a single larger tensor gets a file of its own).
 
     Returns:
@@ -59,9 +60,9 @@ def export_hf(
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    _write_weights(aside, reader, shapes, dtype, max_file_bytes)
+    _write_weights(aside, reader, shapes, compute_dtype(dtype), max_file_bytes)
     config.architectures = [type(lm).__name__]
-    config.dtype = dtype
+    config.dtype = compute_dtype(dtype)
     config.save_pretrained(aside)
     _generation_config(spec, config).save_pretrained(aside)
     if isinstance(tokenizer, str) or (tokenizer is None and not spec.is_random):

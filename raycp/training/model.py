@@ -6,7 +6,8 @@ are fp32 masters, sharded by FSDP2 over dp x cp (or replicated); a tied weight i
 micro-batch together with norm and head. Ranks without tokens or targets take part in every collective.
 """
 
-from typing import TYPE_CHECKING, Literal, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raycp.attention import ATTENTION_NAME, register_attention
 from raycp.errors import ModelError
 from raycp.training.collectives import P2PAllGather, PairwiseReduceScatter
+from raycp.training.device import compute_dtype
 from raycp.training.loss import IGNORE, chunked_cross_entropy
 from raycp.training.mesh import replicated
 from raycp.training.spec import ModelSpec
@@ -24,6 +26,17 @@ from raycp.training.weights import empty_model, fill
 
 if TYPE_CHECKING:
     from raycp.attention import Carrier
+
+
+__all__ = ["Heads", "ModelSpec", "Trainee", "build_trainee"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Head counts of the model, which attention plans need."""
+
+    num_heads: int
+    num_kv_heads: int
 
 
 class Trainee(nn.Module):
@@ -44,6 +57,11 @@ class Trainee(nn.Module):
             raise ModelError(f"{lm.config.model_type}: a head with a bias is not supported", fix="use another model")
         if activation_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def heads(self) -> Heads:
+        query = int(self.lm.config.num_attention_heads)
+        return Heads(num_heads=query, num_kv_heads=int(getattr(self.lm.config, "num_key_value_heads", None) or query))
 
     @property
     def config(self) -> PretrainedConfig:
@@ -91,8 +109,8 @@ def build_trainee(
     spec: ModelSpec,
     *,
     mesh: DeviceMesh,
-    shard: Literal["full", "none"],
-    dtype: torch.dtype,
+    shard: str,
+    dtype: str,
     device: torch.device,
     activation_checkpointing: bool,
     loss_chunk: int,
@@ -104,7 +122,7 @@ def build_trainee(
         spec: where the model comes from.
         mesh: 1-D mesh over all ranks, of this generation (`build_mesh`).
         shard: "full": parameters, gradients and optimizer sharded over the mesh; "none": replicated.
-        dtype: compute dtype: float32, or bfloat16 (parameters and optimizer stay fp32, gradients reduce in fp32).
+        dtype: compute dtype: "float32", or "bfloat16" (parameters and optimizer stay fp32, gradients reduce in fp32).
         device: of this rank.
         activation_checkpointing: recompute each layer in backward.
         loss_chunk: target rows that go through the head at once.
@@ -118,8 +136,10 @@ def build_trainee(
     lm = empty_model(config, ATTENTION_NAME)
     trainee = Trainee(lm, loss_chunk=loss_chunk, activation_checkpointing=activation_checkpointing)
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if compute_dtype(dtype) != torch.float32:
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype(dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     placed = mesh if shard == "full" else replicated(mesh)
     for layer in lm.base_model.layers:
         fully_shard(layer, mesh=placed, mp_policy=policy)
