@@ -83,13 +83,25 @@ class StaleGenerationError(RaycpError, RuntimeError):
 
 
 class Problem:
-    """One configuration problem: what was found, and what to change."""
+    """One configuration problem: what was found, what to change, and the error that said so, if one did."""
 
-    __slots__ = ("fix", "message")
+    __slots__ = ("error", "fix", "message")
 
-    def __init__(self, message: str, fix: str) -> None:
+    def __init__(self, message: str, fix: str, error: RaycpError | None = None) -> None:
         self.message = message
         self.fix = fix
+        self.error = error
 
     def __repr__(self) -> str:
         return f"Problem({self.message!r}, fix={self.fix!r})"
+
+
+def one_error(problems: Sequence[Problem]) -> RaycpError:
+    """The error to raise for these problems: a single one as it was raised, if it was; else all of them in one report.
+
+    Raises:
+        ValueError: `problems` is empty.
+    """
+    if len(problems) == 1 and problems[0].error is not None:
+        return problems[0].error
+    return ConfigError.from_problems(problems)

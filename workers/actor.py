@@ -21,15 +21,14 @@ import torch.distributed as dist
 
 from data_pipeline import DocumentStore, PackLoader, StepSchedule, plan_packs
 from raycp.attention import register_attention
-from raycp.attention.communicator import CommunicationError
 from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError, WorkerError
 from raycp.training.checkpoint import CheckpointReader, ShardRecord, write_shard
 from raycp.training.device import torch_device
 from raycp.training.export import export_hf
-from raycp.training.model import build_trainee
+from raycp.training.model import Heads, build_trainee
 from raycp.training.optim import build_optimizer
 from raycp.training.state import export_state, import_state
-from workers.batch import Batcher, Heads
+from workers.batch import Batcher
 from workers.messages import EvalReport, Probe, Rendezvous, RunSpec, StepReport, StepRequest, StoreSpec
 from workers.process_groups import ProcessGroups
 from workers.progress import Progress
@@ -219,7 +218,7 @@ class TrainWorker:
         def body() -> ShardRecord:
             state = self._require_state(generation)
             spans = export_state(state.trainee, state.optimizer)
-            return write_shard(Path(folder), state.rank, spans)
+            return write_shard(Path(folder), state.rank, spans, generation=generation)
 
         return self._guard(generation, body, step=step)
 
@@ -298,8 +297,11 @@ class TrainWorker:
 
 
 def _is_communication(error: BaseException) -> bool:
-    """Whether the error is a broken connection to a peer: most likely a consequence of a failure elsewhere."""
-    if isinstance(error, CommunicationError | dist.DistBackendError | dist.DistNetworkError | ConnectionError):
+    """Whether the error is a broken connection to a peer: most likely a consequence of a failure elsewhere.
+
+    Attention's communicators raise `WorkerError` for exactly that; FSDP2's collectives raise what torch raises.
+    """
+    if isinstance(error, WorkerError | dist.DistBackendError | dist.DistNetworkError | ConnectionError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(

@@ -14,14 +14,7 @@ import torch
 from data_pipeline import Document, Pack, PackLoader, assign_packs, pack_documents, split_pack
 from raycp.attention import Carrier, Groups
 from raycp.plan import AttentionPlan, RankGrid
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Head counts of the model, which plans need."""
-
-    num_heads: int
-    num_kv_heads: int
+from raycp.training.model import Heads
 
 
 @dataclass(kw_only=True)
@@ -120,8 +113,8 @@ class Batcher:
             position_ids=self._tensor(shard.position_ids, torch.int64),
             weights=None if shard.weights is None else self._tensor(shard.weights, torch.float32),
             carrier=carrier,
-            num_tokens=int(pack.ids.shape[0]),
-            num_targets=int(np.count_nonzero(pack.targets != -100)),
+            num_tokens=len(pack),
+            num_targets=pack.num_targets,
         )
 
     def _tensor(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from raycp.config import FitConfig
 from raycp.plan import RankGrid
 from raycp.training.device import DeviceSpec
-from raycp.training.model import ModelSpec
+from raycp.training.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class RunSpec:
     """Under `output_dir`: a copy of the tokenizer that the data was rendered with."""
     device: DeviceSpec
     dtype: str
+    """Compute dtype, resolved: "float32" or "bfloat16"."""
     config: FitConfig
     activation_checkpointing: bool
     total_steps: int

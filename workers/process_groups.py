@@ -29,13 +29,13 @@ class ProcessGroups:
 
     Attributes:
         rendezvous: where they were made.
-        attention: the groups that context-parallel attention uses.
-        mesh: the device mesh that parameters are sharded over.
     """
 
-    def __init__(self, rendezvous: Rendezvous, attention: Groups, mesh: DeviceMesh, ports_before: frozenset[int]) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, attention: Groups, mesh: DeviceMesh, ports_before: frozenset[int]
+    ) -> None:
         self.rendezvous = rendezvous
-        self.attention = attention
+        self._attention: Groups | None = attention
         self._mesh: DeviceMesh | None = mesh
         self._ports_before = ports_before
         self._ports: frozenset[int] = frozenset()
@@ -110,8 +110,7 @@ class ProcessGroups:
 
     def destroy(self) -> None:
         """Drops every group. Call `abort` first unless all ranks are known to be idle."""
-        self._mesh = None
-        self.attention.process_groups.clear()
+        self._mesh = self._attention = None
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -132,6 +131,13 @@ class ProcessGroups:
         return ProcessGroups.create(rendezvous, device=device, address=address)
 
     @property
+    def attention(self) -> Groups:
+        """The groups that context-parallel attention uses."""
+        if self._attention is None:
+            raise ClusterError("these groups were destroyed", fix="use the groups of the current generation")
+        return self._attention
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The mesh over all ranks; it ends with these groups (names repeat, so a stale mesh would use new groups)."""
         if self._mesh is None:
@@ -140,7 +146,7 @@ class ProcessGroups:
 
     def _all(self) -> list[dist.ProcessGroup | None]:
         """Every group of this rank, None for the default one, in one order on all ranks."""
-        return [None, *self.attention.process_groups]
+        return [None, *(self._attention.process_groups if self._attention is not None else ())]
 
     def _all_reduce(self, group: dist.ProcessGroup | None) -> None:
         one = torch.ones(1, device=self.mesh.device_type)

@@ -16,7 +16,7 @@ from data_pipeline import PackLoader
 from raycp.config import FitConfig
 from raycp.errors import RaycpError
 from raycp.training.model import Trainee
-from raycp.training.optim import clip_by_global_norm, learning_rate
+from raycp.training.optim import clip_by_global_norm, learning_rate, set_learning_rate
 from workers.batch import Batcher
 from workers.messages import EvalReport, StepReport, StepRequest
 from workers.progress import Progress
@@ -66,7 +66,7 @@ def run_step(
         held = max(held, batch.carrier.stats.max_remote_blocks)
     progress.phase = "update"
     lr = learning_rate(request.step, total_steps, config.optim)
-    norm = clip_by_global_norm(state.trainee, config.optim.clip)
+    norm = clip_by_global_norm(state.trainee.parameters(), config.optim.clip)
     if not math.isfinite(norm):
         state.optimizer.zero_grad(set_to_none=True)
         raise NonFiniteError(
@@ -74,8 +74,7 @@ def run_step(
             fix="lower optim.lr, raise optim.warmup, or look at these packs; the last checkpoint is intact",
             step=request.step,
         )
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
+    set_learning_rate(state.optimizer, lr)
     state.optimizer.step()
     progress.end()
     return StepReport(

@@ -355,6 +355,7 @@ class Controller:
             generation=self.generation,
             run_id=self._spec.run_id,
             grid=self._grid_dict(),
+            fingerprint={"model": self._spec.model_fingerprint, "data": self._spec.train.fingerprint},
             shards=tuple(shards),
         )
         self._checkpoint = commit(folder, manifest)
@@ -363,7 +364,7 @@ class Controller:
         self._events.write(
             "checkpoint",
             step=step,
-            bytes=sum(s.bytes for s in shards),
+            bytes=manifest.bytes,
             seconds=seconds,
             stall_seconds=seconds,
             path=str(self._checkpoint),
@@ -388,9 +389,7 @@ class Controller:
         )
         self._record.set_status(status, step=step)
         self._display.phase(status)
-        return Outcome(
-            status=status, checkpoint=self._checkpoint, export=export, goodput=self._clock.goodput
-        )
+        return Outcome(status=status, checkpoint=self._checkpoint, export=export, goodput=self._clock.goodput)
 
     def _picture(self) -> None:
         from raycp.events import read_events
@@ -431,5 +430,3 @@ def _mean(reports: list[StepReport] | list[EvalReport]) -> float:
     """Loss over all ranks, summed in rank order."""
     weight = reports[0].weight
     return math.fsum(r.loss_sum for r in reports) / weight if weight > 0 else 0.0
-
-

@@ -103,9 +103,7 @@ class Membership:
 
     def abort(self, ranks: Sequence[int] | None = None) -> None:
         """Orders members to cut their groups; does not wait longer than a second for those that do not answer."""
-        calls = [
-            m.actor.abort.remote(self.generation) for m in self.members if ranks is None or m.rank in ranks
-        ]
+        calls = [m.actor.abort.remote(self.generation) for m in self.members if ranks is None or m.rank in ranks]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=1.0)
 

@@ -16,6 +16,4 @@ def open_store(address: str) -> dist.TCPStore:
     listener.bind((address, 0))
     listener.listen(512)
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,0 +1,348 @@
+"""`raycp.fit`: configuration -> data -> plan -> run -> result.
+
+Guarantees: every configuration problem is in one report before any process starts; the same call again continues an
+unfinished run and returns at once for a finished one; whatever it raises is a `RaycpError` with a fix, except what a
+person's Ctrl-C or a programming error raises. Costs nothing that the run does not need: a finished run starts no worker.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from data_pipeline import DocumentStore, StepSchedule, plan_packs, prepare
+from data_pipeline.sources import open_source
+from raycp.config import FitConfig
+from raycp.driver.cluster import (
+    ClusterHandle,
+    connect,
+    resolve_output_dir,
+    total_resources,
+    will_use_existing_cluster,
+)
+from raycp.driver.controller import Controller, Outcome
+from raycp.driver.display import Display, counting_bar
+from raycp.driver.record import RunRecord, identity_of, single_driver, write_json
+from raycp.driver.signals import StopSignal
+from raycp.errors import ClusterError, ConfigError, DataError, ModelError, Problem, one_error
+from raycp.events import EventLog, read_events
+from raycp.plan import RankGrid
+from raycp.resolve import local_resources, needs_checkpointing, resolve_workers
+from raycp.training.check import check_model
+from raycp.training.checkpoint import newest
+from raycp.training.device import DeviceSpec, host_memory, resolve_device
+from raycp.training.spec import ModelSpec
+from workers.messages import RunSpec, StoreSpec
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What a run gave.
+
+    Attributes:
+        status: "finished", or "stopped" by a person before the last step (the same call continues it).
+        steps: optimizer steps that are done.
+        losses: {step: training loss}, those of earlier starts of the run included.
+        evals: {step: held-out loss}.
+        recoveries: the `recovered` events.
+        goodput: share of this driver's time that went into committed steps; 1.0 if no step was left to do.
+        output_dir, events_path, checkpoint_path, export_path: where things are; the last two None if not written.
+    """
+
+    status: str
+    steps: int
+    losses: dict[int, float]
+    evals: dict[int, float]
+    recoveries: list[dict[str, Any]]
+    goodput: float
+    output_dir: Path
+    events_path: Path
+    checkpoint_path: Path | None
+    export_path: Path | None
+
+
+def fit(
+    model: Any,
+    data: Any,
+    *,
+    output_dir: str | os.PathLike[str],
+    tokenizer: Any = None,
+    config: FitConfig | None = None,
+) -> FitResult:
+    """Fine-tunes a model on packed sequences, context-parallel over Ray workers.
+
+    Args:
+        model: a folder, a hub id, a folder with a GGUF file, or a transformers configuration (random initialisation,
+            the same for every number of workers).
+        data: path, paths or glob of jsonl / json / parquet / txt, a `datasets.Dataset`, or an iterable of rows with
+            `messages`, `prompt` and `completion`, or `text`.
+        output_dir: folder on storage that all nodes share. The same folder again continues the run in it.
+        tokenizer: a tokenizer, a folder or a hub id; the model's own by default.
+        config: everything else.
+
+    Returns:
+        What the run gave; also when a person stopped it cleanly.
+
+    Raises:
+        ConfigError: with every problem of configuration, model, cluster and folder at once.
+        DataError: a row or file that cannot be used, by file and line.
+        ModelError: a chat template that trains no token, weights that do not fit.
+        CheckpointError: the folder holds a run that computes something else.
+        WorkerError: a rank died or raised; names rank, node and cause. Run again to continue.
+        ClusterError: nodes that cannot hold, see or reach what they must.
+    """
+    config = config or FitConfig()
+    setup = _Setup.check(model, data, output_dir, tokenizer, config)
+    try:
+        setup.folder.mkdir(parents=True, exist_ok=True)
+        with single_driver(setup.folder):
+            return _run(setup, data)
+    finally:
+        if setup.cluster is not None:
+            setup.cluster.close()
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Setup:
+    """What was found out before anything was written or started."""
+
+    config: FitConfig
+    folder: Path
+    model: ModelSpec
+    model_config: Any
+    tokenizer: Any
+    device: DeviceSpec
+    cluster: ClusterHandle | None
+
+    @classmethod
+    def check(cls, model: Any, data: Any, output_dir: Any, tokenizer: Any, config: FitConfig) -> "_Setup":
+        """Raises:
+        ConfigError: listing every problem.
+        """
+        problems = config.problems()
+        folder, found = resolve_output_dir(output_dir)
+        problems += found
+        spec, model_config, loaded, found = _check_model_and_tokenizer(model, tokenizer, config)
+        problems += found
+        for name, source in (("data", data), ("eval_data", config.eval_data)):
+            problems += _check_source(name, source)
+        cluster, device, resolved, found = _check_cluster(config, clean=not problems)
+        problems += found
+        if problems or folder is None or spec is None or device is None:
+            if cluster is not None:
+                cluster.close()
+            raise one_error(problems)
+        return cls(
+            config=resolved,
+            folder=folder,
+            model=spec,
+            model_config=model_config,
+            tokenizer=loaded,
+            device=device,
+            cluster=cluster,
+        )
+
+
+def _check_model_and_tokenizer(
+    model: Any, tokenizer: Any, config: FitConfig
+) -> tuple[ModelSpec | None, Any, Any, list[Problem]]:
+    problems: list[Problem] = []
+    spec: ModelSpec | None = None
+    model_config: Any = None
+    loaded: Any = None
+    try:
+        spec = ModelSpec.of(model)
+        model_config = spec.load_config()
+        problems += check_model(model_config, 0, config.parallel)
+    except ModelError as error:
+        problems.append(Problem(error.message, error.fix, error))
+    try:
+        if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
+            loaded = tokenizer
+        elif spec is not None:
+            loaded = spec.load_tokenizer(None if tokenizer is None else os.fspath(tokenizer))
+    except ModelError as error:
+        problems.append(Problem(error.message, error.fix, error))
+    if loaded is not None and model_config is not None and len(loaded) > model_config.vocab_size:
+        problems.append(
+            Problem(
+                f"the tokenizer has {len(loaded)} tokens, the model a vocabulary of {model_config.vocab_size}",
+                "give the model's own tokenizer, or a model whose embedding is large enough",
+            )
+        )
+    return spec, model_config, loaded, problems
+
+
+def _check_source(name: str, source: Any) -> list[Problem]:
+    """Files must exist and hold something; what their rows are is judged when they are read."""
+    if source is None and name == "data":
+        return [Problem("data is None", "give a path, a datasets.Dataset, or rows")]
+    paths = source if isinstance(source, list | tuple) else [source]
+    if not all(isinstance(p, str | os.PathLike) for p in paths):
+        return []
+    found = []
+    for path in paths:
+        try:
+            open_source(path, Path(os.devnull))
+        except DataError as error:
+            found.append(Problem(f"{name}: {error.message}", error.fix, error))
+    return found
+
+
+def _check_cluster(
+    config: FitConfig, *, clean: bool
+) -> tuple[ClusterHandle | None, DeviceSpec | None, FitConfig, list[Problem]]:
+    """Connects to an existing cluster, or starts a local one if nothing is wrong so far."""
+    existing = will_use_existing_cluster()
+    cluster: ClusterHandle | None = None
+    try:
+        if existing:
+            cluster = connect(workers=None, resource=None)
+        resources = total_resources() if existing else local_resources()
+        device = resolve_device(config.device, resources)
+    except (ClusterError, ConfigError) as error:
+        return (
+            cluster,
+            None,
+            config,
+            [] if isinstance(error, ConfigError) else [Problem(error.message, error.fix, error)],
+        )
+    if not clean and any(p for p in config.problems()):
+        return cluster, device, config, []
+    resolved, problems = resolve_workers(
+        config, existing_cluster=existing, resources=resources, resource=device.ray_resource
+    )
+    dtype = device.dtype if config.dtype == "auto" else config.dtype
+    return cluster, device, dataclasses.replace(resolved, dtype=dtype, device=device.name), problems
+
+
+def _run(setup: _Setup, data: Any) -> FitResult:
+    config, folder = setup.config, setup.folder
+    with counting_bar("preparing data") as progress:
+        store = _prepare(setup, data, folder / "data", progress)
+        evaluation = None
+        if config.eval_data is not None:
+            evaluation = _prepare(setup, config.eval_data, folder / "eval_data", progress)
+    longest = max(int(s.lengths.max()) for s in (store, evaluation) if s is not None)
+    problems = check_model(setup.model_config, longest, config.parallel)
+    if problems:
+        raise one_error(problems)
+    plan = plan_packs(
+        store.lengths, seq_length=config.seq_length, policy=config.data.packing, seed=config.seed, epoch=0
+    )
+    schedule = StepSchedule(
+        num_packs=len(plan.packs),
+        global_batch=config.global_batch,
+        epochs=config.epochs,
+        steps=config.steps,
+        family=plan.family,
+    )
+    train = _store_spec(store, config, plan.hash)
+    identity = identity_of(
+        config,
+        model=setup.model.fingerprint(),
+        data=store.fingerprint,
+        evaluation=None if evaluation is None else evaluation.fingerprint,
+        plan=plan.hash,
+        total_steps=schedule.total_steps,
+        dtype=config.dtype,
+    )
+    record = RunRecord(folder)
+    record.open(identity, resume=config.elastic.resume)
+    events_path = folder / "events.jsonl"
+    if record.status == "finished" and (folder / "export").is_dir():
+        return _result(folder, Outcome(status="finished", checkpoint=_newest(folder), export=folder / "export"))
+    write_json(folder / "config.json", config.to_dict())
+    setup.tokenizer.save_pretrained(folder / "tokenizer")
+    spec = RunSpec(
+        run_id=record.run_id,
+        output_dir=str(folder),
+        model=setup.model,
+        model_fingerprint=setup.model.fingerprint(),
+        tokenizer_folder=str(folder / "tokenizer"),
+        device=setup.device,
+        dtype=config.dtype,
+        config=dataclasses.replace(config, eval_data=None),
+        activation_checkpointing=needs_checkpointing(
+            config,
+            setup.model_config,
+            itemsize=_BYTES[config.dtype],
+            accelerator=setup.device.ray_resource is not None,
+            host_bytes=host_memory()[0],
+        ),
+        total_steps=schedule.total_steps,
+        train=train,
+        evaluation=None if evaluation is None else _eval_spec(evaluation, config),
+    )
+    cp, dp = config.parallel.cp, config.parallel.dp
+    assert isinstance(cp, int)
+    assert isinstance(dp, int)
+    grid = RankGrid(dp=dp, ring=cp, ulysses=1, window=1)
+    if setup.cluster is None:
+        setup.cluster = connect(workers=config.workers, resource=setup.device.ray_resource)
+    events = EventLog(events_path, generation=record.generation)
+    done = max(events.losses(), default=0)
+    events.write("run_started", run_id=record.run_id, config=config.to_dict(), grid=dataclasses.asdict(grid))
+    with Display(total_steps=schedule.total_steps, done=done) as display, StopSignal(display.say) as stop:
+        outcome = Controller(
+            spec=spec,
+            grid=grid,
+            schedule=schedule,
+            cluster=setup.cluster,
+            record=record,
+            events=events,
+            display=display,
+            stop=stop,
+        ).run()
+    events.close()
+    return _result(folder, outcome)
+
+
+def _prepare(setup: _Setup, data: Any, folder: Path, progress: Any) -> DocumentStore:
+    return prepare(
+        data,
+        setup.tokenizer,
+        seq_length=setup.config.seq_length,
+        config=setup.config.data,
+        folder=folder,
+        progress=progress,
+    )
+
+
+def _store_spec(store: DocumentStore, config: FitConfig, plan_hash: str, packing: str | None = None) -> StoreSpec:
+    return StoreSpec(
+        folder=str(store.folder),
+        fingerprint=store.fingerprint,
+        packing=packing or config.data.packing,
+        plan_hash=plan_hash,
+    )
+
+
+def _eval_spec(store: DocumentStore, config: FitConfig) -> StoreSpec:
+    plan = plan_packs(
+        store.lengths, seq_length=config.seq_length, policy=config.data.packing, seed=config.seed, epoch=0
+    )
+    return _store_spec(store, config, plan.hash)
+
+
+def _newest(folder: Path) -> Path | None:
+    return newest(folder / "checkpoints").path
+
+
+def _result(folder: Path, outcome: Outcome) -> FitResult:
+    events = list(read_events(folder / "events.jsonl"))
+    losses = {int(e["step"]): float(e["loss"]) for e in events if e["event"] == "step"}
+    return FitResult(
+        status=outcome.status,
+        steps=max(losses, default=0),
+        losses=losses,
+        evals={int(e["step"]): float(e["loss"]) for e in events if e["event"] == "eval"},
+        recoveries=[e for e in events if e["event"] == "recovered"],
+        goodput=outcome.goodput,
+        output_dir=folder,
+        events_path=folder / "events.jsonl",
+        checkpoint_path=outcome.checkpoint,
+        export_path=outcome.export,
+    )

@@ -1,0 +1,99 @@
+"""Fills in what a configuration left on "auto", and finds what cannot be.
+
+Guarantees: pure functions of their arguments; each returns the value or the problems, so that the caller reports all of
+them at once. Imports neither torch nor ray.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raycp.config import FitConfig
+from raycp.errors import Problem
+
+_SAVED_PER_LAYER_HIDDEN = 10
+_SAVED_PER_LAYER_INNER = 4
+_SHARE_OF_MEMORY = 0.25
+
+
+def resolve_workers(
+    config: FitConfig, *, existing_cluster: bool, resources: Mapping[str, float], resource: str | None
+) -> tuple[FitConfig, list[Problem]]:
+    """Workers, cp and dp as numbers, and whether the cluster can hold them.
+
+    Args:
+        config: `problems()` of it is empty.
+        existing_cluster: the cluster is not ours: its size says nothing about what this run may take.
+        resources: total of the cluster (or of this machine).
+        resource: the accelerator's Ray resource; None: CPUs.
+    """
+    p = config.parallel
+    have = int(resources.get(resource or "CPU", 0))
+    cp = p.cp if isinstance(p.cp, int) else None
+    dp = p.dp if isinstance(p.dp, int) else None
+    workers = config.workers
+    found: list[Problem] = []
+    if workers is None and existing_cluster:
+        found.append(
+            Problem(
+                f"workers is not set, and the run goes to an existing cluster (which has {have} {resource or 'CPU'})",
+                "set workers to the number of accelerators (or CPU ranks) that this run may take",
+            )
+        )
+    if workers is None:
+        workers = cp * dp if cp and dp else cp or dp or (have if resource else 1) or 1
+    if cp is None and dp is None:
+        cp, dp = workers, 1
+    elif cp is None and dp is not None:
+        cp = max(1, workers // dp)
+    elif dp is None and cp is not None:
+        dp = max(1, workers // cp)
+    limit = have if existing_cluster or resource else max(have, workers)
+    if config.workers is not None and workers > limit:
+        found.append(
+            Problem(
+                f"workers={workers}, and the cluster has {have} {resource or 'CPU'} in all",
+                f"set workers to {have} or less, or add nodes" if have else "add nodes that have it",
+            )
+        )
+    parallel = dataclasses.replace(p, cp=cp, dp=dp)
+    return dataclasses.replace(config, workers=workers, parallel=parallel), found
+
+
+def needs_checkpointing(config: FitConfig, model: Any, *, itemsize: int, accelerator: bool, host_bytes: int) -> bool:
+    """Whether layers are recomputed in backward.
+
+    "auto": always on accelerators (long sequences are what they are for); on CPU when the activations that a step
+    would keep on all ranks of one host exceed a quarter of its memory.
+
+    Args:
+        config: resolved.
+        model: transformers configuration.
+        itemsize: bytes of the compute dtype.
+        accelerator: the device is not a CPU.
+        host_bytes: memory of one host.
+    """
+    if config.activation_checkpointing != "auto":
+        return config.activation_checkpointing == "full"
+    if accelerator:
+        return True
+    width = _SAVED_PER_LAYER_HIDDEN * int(model.hidden_size)
+    width += _SAVED_PER_LAYER_INNER * int(getattr(model, "intermediate_size", 4 * model.hidden_size))
+    replicas = config.parallel.dp if isinstance(config.parallel.dp, int) else 1
+    kept = config.seq_length * replicas * int(model.num_hidden_layers) * width * itemsize
+    return kept > _SHARE_OF_MEMORY * host_bytes
+
+
+def local_resources() -> dict[str, float]:
+    """What a Ray that is started on this machine will offer: CPUs, and accelerators by their device files."""
+    import os
+    import re
+
+    devices = Path("/dev")
+    names = [p.name for p in devices.iterdir()] if devices.is_dir() else []
+    return {
+        "CPU": float(os.cpu_count() or 1),
+        "GPU": float(sum(re.fullmatch(r"nvidia\d+", n) is not None for n in names)),
+        "NPU": float(sum(re.fullmatch(r"davinci\d+", n) is not None for n in names)),
+    }
