@@ -82,7 +82,7 @@ class AttentionPlan:
         if algorithm != "auto":
             _check_choice("algorithm", algorithm, ALGORITHMS)
         _check_grid(grid)
-        longest = max((b - a for a, b in zip((0, *ends), ends, strict=False)), default=0)
+        longest = _longest(ends)
         if sliding_window is not None and sliding_window < longest:
             raise PlanError(
                 f"sliding_window={sliding_window} is shorter than the longest document ({longest} tokens): "
@@ -107,6 +107,11 @@ class AttentionPlan:
     def pack_length(self) -> int:
         """Tokens of the pack (T)."""
         return self.doc_ends[-1] if self.doc_ends else 0
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document; 0 without documents."""
+        return _longest(self.doc_ends)
 
     @property
     def hash(self) -> str:
@@ -202,6 +207,10 @@ _FIXES: Mapping[str, str] = {
     "allgather": "'allgather' is not available in this version; set algorithm to 'ring' or 'auto'",
     "balanced": "'balanced' is not available in this version; set layout to 'zigzag', 'contiguous' or 'auto'",
 }
+
+
+def _longest(doc_ends: tuple[int, ...]) -> int:
+    return max((stop - start for start, stop in zip((0, *doc_ends), doc_ends, strict=False)), default=0)
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """The shape of the world: dp x ring x ulysses ranks, and which rank sits where.
 
 Guarantees: `rank = (dp_index * ring + ring_index) * ulysses + ulysses_index`, a bijection, so ranks of one Ulysses
-group are neighbours, then those of one ring, then replicas. A context-parallel (cp) rank is the same without the replica:
-`cp_rank = ring_index * ulysses + ulysses_index`.
+group are neighbours, then those of one ring, then replicas. A context-parallel (cp) rank is the same without
+the replica: `cp_rank = ring_index * ulysses + ulysses_index`.
 """
 
 from dataclasses import dataclass

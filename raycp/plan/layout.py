@@ -6,8 +6,8 @@ operations on arrays of one entry per piece.
 
 * `contiguous`: rank r holds tokens [T r / P, T (r + 1) / P). Causal work grows with the rank.
 * `zigzag`: each document is cut into 2 P pieces, and rank r holds pieces r and 2 P - 1 - r of each. Every rank gets the
-  same work from every document, to rounding; cuts are shifted by where the document starts, so that many short documents
-  spread over all ranks. (Zigzag of whole sequences: Zhu, ring-flash-attention.)
+  same work from every document, to rounding; cuts are shifted by where the document starts, so that many short
+  documents spread over all ranks. (Zigzag of whole sequences: Zhu, ring-flash-attention.)
 """
 
 from collections.abc import Sequence

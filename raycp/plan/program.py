@@ -2,8 +2,8 @@
 
 Guarantees: a rank receives from each other rank exactly the K/V rows that one of its queries sees, straight from their
 owner, and computes each visible (query, key) pair once, in as few blocks as the layout allows (zigzag: one per document
-and step). An empty transfer is left out. One rank of a pack of 131 072 tokens and 1 000 documents, at P = 8, takes about
-20 ms.
+and step). An empty transfer is left out. One rank of a pack of 131 072 tokens and 1 000 documents, at P = 8, takes
+about 15 ms.
 
 The schedule is a ring by direct pull: in step i a rank receives from rank - i and sends to rank + i (mod P).
 """

@@ -1,0 +1,28 @@
+"""Context-parallel attention of packs: the executors of `raycp.plan`, and the Hugging Face seam. No Ray.
+
+* `kernels`: one seam to the device; fp64 reference, PyTorch flash on CPU
+* `merge`: online softmax over parts
+* `communicator`, `in_memory`: how rows travel; process groups, or threads for tests
+* `groups`: `build_groups`, the process groups of a grid
+* `ring`: the loop
+* `api`: `cp_attention`, checked entry
+* `register`: `attn_implementation="raycp"` and its `Carrier`
+"""
+
+from raycp.attention.api import cp_attention
+from raycp.attention.groups import Groups, build_groups
+from raycp.attention.in_memory import InMemoryWorld
+from raycp.attention.register import ATTENTION_NAME, Carrier, attention_forward, register_attention
+from raycp.attention.ring import RingStats
+
+__all__ = [
+    "ATTENTION_NAME",
+    "Carrier",
+    "Groups",
+    "InMemoryWorld",
+    "RingStats",
+    "attention_forward",
+    "build_groups",
+    "cp_attention",
+    "register_attention",
+]
