@@ -10,8 +10,10 @@ prints the finished one. Exit status: 0 done, 1 the run failed, 2 the flags or t
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import random
 import sys
 import textwrap
@@ -113,8 +115,11 @@ def answer(folder: Path, question: str) -> str:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     gguf = next((path.name for path in folder.glob("*.gguf")), None)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
+    with contextlib.redirect_stderr(
+        io.StringIO()
+    ):  # the GGUF reader's own progress bar; errors are raised all the same
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

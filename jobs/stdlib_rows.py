@@ -1,11 +1,12 @@
 """Training rows out of the Python standard library: text that is on every machine, as rows that `raycp.fit` takes.
 
 Guarantees: the same interpreter gives the same rows in the same order; no answer appears twice, and what is held out is
-chosen by a checksum of the object's name, so a held-out question never trains. Costs about a second of imports. Another
+chosen by a checksum of the object's name, so a held-out question never trains. Costs a second of parsing. Another
 Python release has other docstrings, so figures made from these rows name the release.
 """
 
-import importlib
+import ast
+import importlib.util
 import inspect
 import textwrap
 import zlib
@@ -16,25 +17,15 @@ from pathlib import Path
 Row = dict[str, list[dict[str, str]]]
 """One chat: `{"messages": [{"role": ..., "content": ...}, ...]}`."""
 
+# fmt: off
 DOCUMENTED = (
-    *("abc", "argparse", "base64", "bisect", "calendar", "collections", "configparser", "contextlib", "copy"),
-    *("csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fnmatch", "fractions", "functools", "glob"),
-    *(
-        "heapq",
-        "html",
-        "inspect",
-        "itertools",
-        "json",
-        "linecache",
-        "logging",
-        "math",
-        "operator",
-        "os.path",
-        "pathlib",
-    ),
-    *("pprint", "queue", "random", "re", "secrets", "shlex", "shutil", "statistics", "string", "struct", "subprocess"),
-    *("tempfile", "textwrap", "threading", "time", "tokenize", "traceback", "urllib.parse", "uuid", "weakref"),
+    "abc", "argparse", "base64", "bisect", "calendar", "collections", "configparser", "contextlib", "copy", "csv",
+    "dataclasses", "datetime", "decimal", "difflib", "enum", "fnmatch", "fractions", "functools", "glob", "heapq",
+    "html", "inspect", "itertools", "json", "linecache", "logging", "math", "operator", "os.path", "pathlib",
+    "pprint", "queue", "random", "re", "secrets", "shlex", "shutil", "statistics", "string", "struct", "subprocess",
+    "tempfile", "textwrap", "threading", "time", "tokenize", "traceback", "urllib.parse", "uuid", "weakref",
 )
+# fmt: on
 """Modules whose docstrings become questions and answers: present in every build of CPython, harmless to import."""
 
 HELD_OUT_SHARE = 8
@@ -82,7 +73,7 @@ def source_chats(count: int, max_bytes: int) -> list[Row]:
 
 def source_files(packages: tuple[str, ...] | None = None) -> Iterator[tuple[str, str]]:
     """Yields (module name, source text) of the library's top-level modules, or of whole `packages`, by name."""
-    root = Path(inspect.getfile(importlib)).parent.parent
+    root = Path(ast.__file__).parent
     if packages is None:
         paths = sorted(root.glob("*.py"))
     else:
@@ -96,19 +87,30 @@ def source_files(packages: tuple[str, ...] | None = None) -> Iterator[tuple[str,
 def _questions(modules: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
     """(qualified name, question, answer) of every public function and class with a docstring of its own."""
     low, high = _ANSWER_CHARACTERS
-    for module_name in modules:
-        module = importlib.import_module(module_name)
-        for short in sorted(getattr(module, "__all__", None) or vars(module)):
-            thing = getattr(module, short, None)
-            is_class = inspect.isclass(thing)
-            if short.startswith("_") or not (is_class or inspect.isroutine(thing)):
+    for module in modules:
+        for short, is_class, docstring in sorted(_documented(module)):
+            answer = _first_paragraphs(docstring, high)
+            if short.startswith("_") or len(answer) < low:
                 continue
-            if getattr(thing, "__module__", None) not in (module.__name__, f"_{module.__name__}", None):
-                continue
-            answer = _first_paragraphs(thing.__doc__ or "", high)
-            if len(answer) >= low:
-                name = f"{module_name}.{short}"
-                yield name, f"What {'is' if is_class else 'does'} `{name}`{'' if is_class else ' do'}?", answer
+            name = f"{module}.{short}"
+            yield name, f"What is `{name}`?" if is_class else f"What does `{name}` do?", answer
+
+
+def _documented(module: str) -> Iterator[tuple[str, bool, str]]:
+    """(name, is it a class, docstring) of what a module defines at its top level.
+
+    Source files are parsed, not imported: other packages replace functions of imported modules, and rows would depend
+    on who was imported first. Modules written in C have no source to parse and are imported.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name, isinstance(node, ast.ClassDef), ast.get_docstring(node) or ""
+    else:
+        for name, thing in vars(importlib.import_module(module)).items():
+            if inspect.isclass(thing) or inspect.isbuiltin(thing):
+                yield name, inspect.isclass(thing), thing.__doc__ or ""
 
 
 def _first_paragraphs(docstring: str, limit: int) -> str:

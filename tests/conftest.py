@@ -1,0 +1,18 @@
+"""What every test gets: device tests are skipped where the device is missing, by looking at the device files."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DEVICE_FILES = {"npu": r"davinci\d+", "cuda": r"nvidia\d+"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = [path.name for path in Path("/dev").iterdir()]
+    for marker, pattern in DEVICE_FILES.items():
+        if any(re.fullmatch(pattern, name) for name in names):
+            continue
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"no {marker} device on this machine"))

@@ -1,0 +1,147 @@
+"""The configuration: immutable, plain, and every problem of it reported at once and by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycp.config import (
+    DataConfig,
+    ElasticConfig,
+    FitConfig,
+    OptimConfig,
+    ParallelConfig,
+    describe_source,
+)
+from raycp.errors import ConfigError
+
+PARTS: dict[str, Any] = {"parallel": ParallelConfig, "data": DataConfig, "optim": OptimConfig, "elastic": ElasticConfig}
+
+
+def with_field(name: str, value: Any) -> FitConfig:
+    """`FitConfig` with one field set, `name` as in messages: "seq_length" or "optim.lr"."""
+    part, _, field = name.rpartition(".")
+    return FitConfig(**({part: PARTS[part](**{field: value})} if part else {field: value}))
+
+
+def test_the_defaults_are_those_that_the_documentation_promises() -> None:
+    config = FitConfig()
+    config.validate()
+    assert (config.seq_length, config.global_batch, config.epochs, config.steps) == (131_072, 8, 1.0, None)
+    assert (config.optim.name, config.optim.lr, config.optim.warmup, config.optim.clip) == ("adamw", 1e-5, 0.03, 1.0)
+    assert (config.parallel.cp, config.parallel.dp, config.parallel.shard) == ("auto", "auto", "full")
+    assert (config.elastic.snapshot_every, config.elastic.checkpoint_every, config.elastic.keep) == (1, 50, 3)
+    assert (config.elastic.resume, config.data.overflow, config.data.packing) == ("auto", "raise", "best_fit")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", None])
+@pytest.mark.parametrize("name", ["seq_length", "global_batch", "loss_chunk", "elastic.keep", "parallel.window"])
+def test_a_bad_whole_number_is_one_problem_that_names_field_and_value(name: str, value: Any) -> None:
+    problems = with_field(name, value).problems()
+    assert any(name in p.message and repr(value) in p.message for p in problems)
+    assert all(p.fix for p in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 0),
+        ("epochs", 0.0),
+        ("epochs", float("nan")),
+        ("seed", -1),
+        ("workers", 0),
+        ("dtype", "float16"),
+        ("device", "tpu"),
+        ("activation_checkpointing", "yes"),
+        ("parallel.cp", 0),
+        ("parallel.algorithm", "rings"),
+        ("parallel.layout", "zig"),
+        ("parallel.shard", "half"),
+        ("data.format", "csv"),
+        ("data.overflow", "ignore"),
+        ("data.packing", "worst_fit"),
+        ("data.train_on", "user"),
+        ("optim.name", "lion"),
+        ("optim.lr", 0.0),
+        ("optim.lr", float("inf")),
+        ("optim.clip", -1.0),
+        ("optim.betas", (0.9, 1.0)),
+        ("optim.momentum", 1.0),
+        ("elastic.resume", "maybe"),
+        ("elastic.on_loss", "cry"),
+        ("elastic.heartbeat_timeout", 0),
+    ],
+)
+def test_a_bad_value_is_exactly_one_problem(name: str, value: Any) -> None:
+    (problem,) = with_field(name, value).problems()
+    assert name.split("[")[0] in problem.message
+    assert problem.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", None),
+        ("workers", None),
+        ("optim.clip", None),
+        ("parallel.cp", "auto"),
+        ("elastic.wait_for_capacity", 0),
+    ],
+)
+def test_a_good_value_is_no_problem(name: str, value: Any) -> None:
+    assert with_field(name, value).problems() == []
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    config = FitConfig(
+        seq_length=0,
+        workers=6,
+        parallel=ParallelConfig(cp=4, dp=2),
+        optim=OptimConfig(lr=-1.0),
+        data=DataConfig(overflow="ignore"),
+    )
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    for words in ("seq_length=0", "4 x parallel.dp=2 = 8 ranks, but workers=6", "optim.lr=-1.0", "overflow='ignore'"):
+        assert words in str(caught.value)
+    assert len(caught.value.details["problems"]) == 4
+
+
+@pytest.mark.parametrize(("part", "value"), [("cp", 3), ("dp", 3)])
+def test_a_degree_that_does_not_divide_the_workers_is_refused(part: str, value: int) -> None:
+    (problem,) = FitConfig(workers=8, parallel=ParallelConfig(**{part: value})).problems()
+    assert f"parallel.{part}=3 does not divide workers=8" in problem.message
+
+
+def test_the_tree_cannot_be_changed() -> None:
+    config = FitConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.optim.lr = 1.0  # type: ignore[misc]
+
+
+def test_to_dict_is_json_and_tells_every_field_apart() -> None:
+    """A changed field of any part shows up in config.json, an unchanged tree does not."""
+    base = json.dumps(FitConfig().to_dict())
+    changed = [
+        FitConfig(seed=1),
+        FitConfig(parallel=ParallelConfig(cp=2)),
+        FitConfig(data=DataConfig(packing="none")),
+        FitConfig(optim=OptimConfig(lr=2e-5)),
+        FitConfig(elastic=ElasticConfig(keep=4)),
+        FitConfig(eval_data="held.jsonl"),
+    ]
+    dumps = [json.dumps(config.to_dict()) for config in changed]
+    assert len({base, *dumps}) == len(changed) + 1
+    assert json.dumps(FitConfig(seed=0).to_dict()) == base
+
+
+def test_sources_are_described_without_their_rows() -> None:
+    assert describe_source(None) is None
+    assert describe_source("a.jsonl") == "a.jsonl"
+    assert describe_source(Path("a.jsonl")) == "a.jsonl"
+    assert describe_source(["a", Path("b")]) == ["a", "b"]
+    assert describe_source([{"text": "secret"}]) == "<builtins.list>"
