@@ -6,7 +6,8 @@ Modules, in the order that data takes:
     sources    files, folders, data sets and iterables -> rows with stable ids
     formats    row -> conversation, prompt + completion, or text
     encode     text -> token ids with character offsets; what is a special token and what only looks like one
-    render     chat template and loss mask -> documents
+    template   chat template: conversation -> text, and which characters are the assistant's
+    render     loss mask and tokens -> documents
     document   Document, Pack: the value objects, and packing documents into one row
     overflow   what happens to a document that is longer than a pack
     store      memory-mapped documents, written once

@@ -2,8 +2,8 @@
 
 Guarantees: the same (lengths, seq_length, policy, seed, epoch) give the same plan on any machine: only integers are
 compared, and the shuffle is a fixed 64-bit mix, neither Python's hash nor a library's random stream. The number of
-workers is no argument. Every document is in exactly one pack, no pack exceeds `seq_length`, and the number of packs is the same in
-every epoch. Bump VERSION when any output changes: it is part of the hash that guards resuming.
+workers is no argument. Every document is in exactly one pack, no pack exceeds `seq_length`, and the number of packs is
+the same in every epoch. Bump VERSION when any output changes: it is part of the hash that guards resuming.
 Cost: best-fit decreasing in O(1) per document (a two-level bitmap of the room left): about 2 s per million documents.
 numpy only, no torch.
 

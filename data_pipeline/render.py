@@ -1,0 +1,177 @@
+"""Examples to documents: token ids, and which of them are trained.
+
+Guarantees: a trained token is one that the model has to produce when it is used. In a chat those are the words of the
+assistant's turns and the end-of-turn token after them, not the role header, nor white space after the end-of-turn
+(`template.py` finds the turns). A turn whose end-of-turn token would not be trained is refused: such a model would
+never stop. If the tokenizer starts plain text with a BOS and the template does not, one is put there: exactly one BOS
+either way. Plain text, and a completion after its prompt, end with the end-of-sequence token, trained; special tokens
+in them count, since they may be the user's own rendering of a chat. Whether pad id == eos id makes no difference.
+Cost: one pass of the tokenizer per row, in batches.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.document import Document, shift_targets
+from data_pipeline.encode import Encoded, Encoder, Tokenizer
+from data_pipeline.formats import Conversation, Example, PromptCompletion
+from data_pipeline.template import Chat, ChatTemplate
+from raycp.errors import DataError, ModelError
+
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+_ALLOWED_TRAIN_ON = {
+    "messages": ("assistant", "last_assistant", "all"),
+    "prompt_completion": ("completion", "assistant", "last_assistant", "all"),
+    "text": ("all",),
+}
+"""Format -> what may be trained; the first is meant by "auto"."""
+
+
+class Renderer:
+    """Turns examples of one format into documents.
+
+    Args:
+        tokenizer: a Hugging Face fast tokenizer.
+        train_on: as `DataConfig.train_on`; "auto" is "assistant" for messages, "completion" for prompt + completion
+            and "all" for text.
+        chat_template: as `DataConfig.chat_template`.
+        format_name: "messages", "prompt_completion" or "text".
+
+    Raises:
+        DataError: `train_on` does not fit the format.
+        ModelError: the tokenizer lacks what the format needs.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, train_on: str, chat_template: str | None, format_name: str) -> None:
+        self.train_on = _resolve_train_on(train_on, format_name)
+        self.encoder = Encoder(tokenizer)
+        self._given_template = chat_template
+        self._template = ChatTemplate(self.encoder, chat_template) if format_name == "messages" else None
+        self.rows_cut = 0
+        """Rows in which a token would have straddled the start of an answer and was cut there."""
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template; for prompt + completion rows it is looked up when the first one holds messages."""
+        if self._template is None:
+            self._template = ChatTemplate(self.encoder, self._given_template)
+        return self._template
+
+    def mask_source(self) -> str:
+        """Where the loss mask comes from, in words."""
+        if self._template is None:
+            return "whole text" if self.train_on == "all" else "completion"
+        return "generation tags" if self._template.has_tags else "prefix rendering"
+
+    def render_batch(self, examples: Sequence[tuple[str, Example]]) -> list[Document]:
+        """One document per (row id, example), in order; the tokenizer runs once over all of them.
+
+        Raises:
+            DataError: a row that the template refuses, or that has nothing to train.
+            ModelError: a template that cannot be trained with.
+        """
+        chats: dict[int, Chat] = {}
+        texts: list[str] = []
+        for place, (row_id, example) in enumerate(examples):
+            if isinstance(example, Conversation):
+                chats[place] = chat = self.template.render(row_id, example, self.train_on)
+                texts.append("" if chat.literals else chat.text)
+            elif isinstance(example, PromptCompletion):
+                texts.append(example.prompt)
+            else:
+                texts.append(example.text)
+        documents = []
+        for place, tokens in enumerate(self.encoder.encode_batch(texts)):
+            row_id, example = examples[place]
+            if isinstance(example, Conversation):
+                documents.append(self._chat_document(row_id, chats[place], tokens))
+            elif isinstance(example, PromptCompletion):
+                documents.append(self._completion_document(row_id, example, tokens.ids))
+            else:
+                ids = self._with_eos(self._with_bos(tokens.ids))
+                documents.append(_document(row_id, ids, np.ones(ids.size, np.bool_)))
+        return documents
+
+    def _chat_document(self, row_id: str, chat: Chat, tokens: Encoded) -> Document:
+        if chat.literals:
+            tokens = self.encoder.encode(chat.text, chat.literals)
+        cuts = [start for start, _ in chat.spans if self.encoder.straddled(chat.text, tokens, start, chat.literals)]
+        if cuts:
+            self.rows_cut += 1
+            tokens = self.encoder.encode(chat.text, chat.literals, cuts)
+        trained = np.full(tokens.ids.size, self.train_on == "all")
+        for start, end in chat.spans:
+            first, last = self._trained_range(chat.text, tokens, start, end)
+            trained[first:last] = True
+            if first == last or tokens.ids[last - 1] not in self.encoder.stop_ids:
+                raise self._no_stop(row_id, chat.text[start:end])
+        ids = self._with_bos(tokens.ids)
+        bos = np.full(ids.size - tokens.ids.size, self.train_on == "all")
+        return _document(row_id, ids, np.concatenate([bos, trained]))
+
+    def _trained_range(self, text: str, tokens: Encoded, start: int, end: int) -> tuple[int, int]:
+        """Tokens of characters [start, end), without white space that follows the end-of-turn token."""
+        first, last = tokens.count_before(start), tokens.count_before(end)
+        stops = np.flatnonzero(np.isin(tokens.ids[first:last], self.encoder.stop_ids))
+        if stops.size:
+            stop = first + int(stops[-1])
+            if not text[int(tokens.ends[stop]) : end].strip():
+                last = stop + 1
+        return first, last
+
+    def _completion_document(self, row_id: str, example: PromptCompletion, prompt: Int64) -> Document:
+        tokens = self.encoder.encode_batch([example.prompt + example.completion])[0].ids
+        if not np.array_equal(tokens[: prompt.size], prompt):
+            self.rows_cut += 1
+            tokens = np.concatenate([prompt, self.encoder.encode_batch([example.completion])[0].ids])
+        with_bos = self._with_bos(tokens)
+        ids = self._with_eos(with_bos)
+        trained = np.ones(ids.size, np.bool_)
+        if self.train_on != "all":
+            trained[: prompt.size + with_bos.size - tokens.size] = False
+        return _document(row_id, ids, trained)
+
+    def _with_bos(self, ids: Int64) -> Int64:
+        """Puts the tokenizer's prefix (its BOS) before `ids`, unless they begin with it."""
+        prefix = self.encoder.prefix_ids
+        if np.array_equal(ids[: prefix.size], prefix):
+            return ids
+        return np.concatenate([prefix, ids])
+
+    def _with_eos(self, ids: Int64) -> Int64:
+        eos = self.encoder.eos_id
+        if eos is None:
+            raise ModelError(
+                f"tokenizer {self.encoder.tokenizer.name_or_path!r} has no end-of-sequence token to end a text with",
+                fix="set tokenizer.eos_token",
+            )
+        return ids if ids.size and ids[-1] == eos else np.append(ids, eos)
+
+    def _no_stop(self, row_id: str, turn: str) -> ModelError:
+        return ModelError(
+            f"{row_id}: with {self.template.name} no end-of-turn token of an assistant turn is trained: the trained "
+            f"text ends with {turn[-40:]!r}, and a model trained so never stops",
+            fix="end each assistant turn with an end-of-turn token of the tokenizer, inside {% generation %} tags if "
+            "the template has them (data.chat_template), or set data.train_on='all'",
+            row=row_id,
+        )
+
+
+def _resolve_train_on(train_on: str, format_name: str) -> str:
+    allowed = _ALLOWED_TRAIN_ON[format_name]
+    if train_on == "auto":
+        return allowed[0]
+    if train_on not in allowed:
+        raise DataError(
+            f"data.train_on={train_on!r} does not fit rows of format {format_name}",
+            fix=f"set data.train_on to auto or {', '.join(allowed)}",
+        )
+    return train_on
+
+
+def _document(row_id: str, ids: Int64, trained: Bool) -> Document:
+    return Document(ids=ids.astype(np.int32), targets=shift_targets(ids, trained), row_id=row_id)
