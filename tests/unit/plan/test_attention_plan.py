@@ -1,0 +1,287 @@
+import dataclasses
+import pickle
+import subprocess
+import sys
+import time
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycp.errors import PlanError
+from raycp.plan import AttentionPlan, CostModel, MaskKind, Range, RankGrid, RankProgram, Transfer
+
+plans = st.builds(
+    lambda lengths, ring, layout, mask: build(lengths, ring, layout, mask),
+    st.lists(st.integers(1, 20), min_size=0, max_size=7),
+    st.integers(1, 6),
+    st.sampled_from(["zigzag", "contiguous"]),
+    st.sampled_from(["causal", "full"]),
+)
+
+
+def build(lengths: list[int], ring: int, layout: str = "auto", mask: str = "causal") -> AttentionPlan:
+    ends = np.cumsum(lengths).tolist()
+    return AttentionPlan.build(ends, RankGrid(1, ring), num_heads=4, num_kv_heads=2, layout=layout, mask=mask)
+
+
+def visible_pairs(plan: AttentionPlan) -> npt.NDArray[np.int64]:
+    """What the mask says, by brute force."""
+    document = np.searchsorted(plan.doc_ends, np.arange(plan.pack_length), side="right")
+    same = document[:, None] == document[None, :]
+    return np.tril(same).astype(np.int64) if plan.mask == "causal" else same.astype(np.int64)
+
+
+def computed_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> npt.NDArray[np.int64]:
+    """How often each (query, key) pair is computed when all ranks run `programs`."""
+    count = np.zeros((plan.pack_length, plan.pack_length), dtype=np.int64)
+    indices = [plan.token_index(rank) for rank in range(plan.grid.cp)]
+    for rank, program in enumerate(programs):
+        for step in program.steps:
+            parts = [indices[t.peer][r.start : r.stop] for t in step.receives for r in t.rows]
+            keys = indices[rank] if step.index == 0 else np.concatenate([np.zeros(0, np.int64), *parts])
+            for s in step.slices:
+                q, k = indices[rank][s.q_start : s.q_stop], keys[s.k_start : s.k_stop]
+                assert len(q) == s.q_stop - s.q_start
+                assert len(k) == s.k_stop - s.k_start
+                block = np.ones((len(q), len(k)), dtype=np.int64)
+                count[np.ix_(q, k)] += np.tril(block) if s.kind is MaskKind.CAUSAL else block
+    return count
+
+
+def check_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> None:
+    assert np.array_equal(computed_pairs(plan, programs), visible_pairs(plan))
+
+
+def check_transfers(plan: AttentionPlan, programs: list[RankProgram]) -> None:
+    """Each send meets its receive in the same step; rows are exactly those that some query of the receiver sees."""
+    visible = visible_pairs(plan)
+    indices = [plan.token_index(rank) for rank in range(plan.grid.cp)]
+    for rank, program in enumerate(programs):
+        needed = set(np.flatnonzero(visible[indices[rank]].any(0)).tolist()) - set(indices[rank].tolist())
+        received = [
+            int(x)
+            for step in program.steps
+            for t in step.receives
+            for r in t.rows
+            for x in indices[t.peer][r.start : r.stop]
+        ]
+        assert len(received) == len(set(received))
+        assert set(received) == needed
+        assert program.rows_received == len(received)
+        for step in program.steps:
+            for t in step.receives:
+                assert Transfer(rank, t.rows) in programs[t.peer].steps[step.index].sends
+                assert all(a.stop < b.start for a, b in zip(t.rows, t.rows[1:], strict=False))
+            queries = [x for s in step.slices for x in range(s.q_start, s.q_stop)]
+            assert len(queries) == len(set(queries)), "a query row is in two slices of a step"
+    assert sum(p.rows_sent for p in programs) == sum(p.rows_received for p in programs)
+
+
+def programs_of(plan: AttentionPlan) -> list[RankProgram]:
+    return [plan.program(rank) for rank in range(plan.grid.cp)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(plan=plans)
+def test_every_visible_pair_is_computed_exactly_once(plan: AttentionPlan) -> None:
+    programs = programs_of(plan)
+    check_pairs(plan, programs)
+    areas = sum(plan.work(rank) for rank in range(plan.grid.cp))
+    assert areas == visible_pairs(plan).sum() * plan.num_heads
+
+
+@settings(max_examples=300, deadline=None)
+@given(plan=plans)
+def test_needed_rows_move_once_and_nothing_else(plan: AttentionPlan) -> None:
+    programs = programs_of(plan)
+    check_transfers(plan, programs)
+    row = plan.num_kv_heads * (8 + 6)
+    for rank, program in enumerate(programs):
+        forward = plan.bytes_moved(rank, head_dim=8, value_dim=6, itemsize=2)
+        backward = plan.bytes_moved(rank, head_dim=8, value_dim=6, itemsize=2, direction="backward")
+        assert forward == program.rows_sent * row * 2
+        assert backward == forward + program.rows_received * row * 4
+
+
+def _without_a_slice(program: RankProgram) -> RankProgram:
+    last = program.steps[-1]
+    return dataclasses.replace(program, steps=(*program.steps[:-1], dataclasses.replace(last, slices=last.slices[1:])))
+
+
+def _with_a_slice_twice(program: RankProgram) -> RankProgram:
+    last = program.steps[-1]
+    doubled = dataclasses.replace(last, slices=(*last.slices, last.slices[0]))
+    return dataclasses.replace(program, steps=(*program.steps[:-1], doubled))
+
+
+def _with_a_leaked_key(program: RankProgram) -> RankProgram:
+    own = program.steps[0]
+    s = own.slices[-1]
+    leaked = dataclasses.replace(s, k_start=s.k_start - 1, q_start=s.q_start - 1)
+    first = dataclasses.replace(own, slices=(*own.slices[:-1], leaked))
+    return dataclasses.replace(program, steps=(first, *program.steps[1:]))
+
+
+def _with_other_rows(program: RankProgram) -> RankProgram:
+    last = program.steps[-1]
+    (transfer,) = last.receives
+    first = transfer.rows[0]
+    moved = Transfer(transfer.peer, (Range(first.start + 1, first.stop + 1), *transfer.rows[1:]))
+    return dataclasses.replace(program, steps=(*program.steps[:-1], dataclasses.replace(last, receives=(moved,))))
+
+
+@pytest.mark.parametrize("fault", [_without_a_slice, _with_a_slice_twice, _with_a_leaked_key, _with_other_rows])
+def test_checks_see_planted_faults(fault) -> None:  # type: ignore[no-untyped-def]
+    plan = build([10, 30, 12], 3)
+    programs = programs_of(plan)
+    check_pairs(plan, programs)
+    check_transfers(plan, programs)
+    programs[1] = fault(programs[1])
+    with pytest.raises(AssertionError):
+        check_pairs(plan, programs)
+    if fault is _with_other_rows:
+        with pytest.raises(AssertionError):
+            check_transfers(plan, programs)
+
+
+def test_zigzag_takes_one_block_per_document_and_step() -> None:
+    plan = build([64, 80], 4, "zigzag")
+    for rank in range(4):
+        own, *others = plan.program(rank).steps
+        assert [s.kind for s in own.slices] == [MaskKind.CAUSAL] * 2
+        for step in others:
+            assert len(step.slices) == 2
+            earlier = (rank - step.index) % 4 < rank
+            total = {s.q_stop - s.q_start for s in step.slices}
+            assert total == ({16, 20} if earlier else {8, 10})
+
+
+def test_zigzag_balances_one_long_document() -> None:
+    plan = build([4096], 8, "zigzag")
+    work = [plan.work(rank) for rank in range(8)]
+    assert max(work) - min(work) <= 0.001 * max(work)
+    contiguous = build([4096], 8, "contiguous")
+    assert max(contiguous.work(rank) for rank in range(8)) > 1.8 * max(work)
+
+
+def test_documents_inside_one_rank_move_nothing() -> None:
+    plan = build([8, 8, 8, 8], 4, "contiguous")
+    assert all(plan.bytes_moved(rank, head_dim=64) == 0 for rank in range(4))
+
+
+def test_hash_names_everything_that_decides_the_plan() -> None:
+    base = {"doc_ends": [3, 7, 8], "grid": RankGrid(1, 2), "num_heads": 4, "num_kv_heads": 2}
+    first = AttentionPlan.build(**base)
+    assert first.hash == AttentionPlan.build(**base).hash
+    assert first.hash == AttentionPlan.build(**base, layout="zigzag", algorithm="ring", cost=CostModel(flops=1.0)).hash
+    others = [
+        {"doc_ends": [3, 6, 8]},
+        {"grid": RankGrid(2, 2)},
+        {"grid": RankGrid(1, 3)},
+        {"num_heads": 8},
+        {"num_kv_heads": 1},
+        {"layout": "contiguous"},
+        {"mask": "full"},
+    ]
+    hashes = {AttentionPlan.build(**{**base, **other}).hash for other in others}
+    assert len(hashes | {first.hash}) == len(others) + 1
+    assert first == AttentionPlan.build(**base)
+
+
+def test_plan_is_frozen_and_pickles_without_its_programs() -> None:
+    plan = build([30, 12], 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.layout = "contiguous"  # type: ignore[misc]
+    before = len(pickle.dumps(plan))
+    plan.program(1)
+    copy = pickle.loads(pickle.dumps(plan))
+    assert len(pickle.dumps(plan)) <= before + 8
+    assert copy == plan
+    assert copy.program(1) == plan.program(1)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_golden_pack(layout: str) -> None:
+    plan = build([3, 4, 1], 2, layout)
+    expected = {"zigzag": ([2, 3, 6, 7], [0, 1, 4, 5]), "contiguous": ([0, 1, 2, 3], [4, 5, 6, 7])}[layout]
+    assert tuple(plan.token_index(rank).tolist() for rank in range(2)) == expected
+
+
+def test_empty_pack_gives_every_rank_an_empty_program() -> None:
+    plan = build([], 3)
+    for rank in range(3):
+        assert plan.num_tokens(rank) == 0
+        assert plan.work(rank) == 0
+        assert [step.slices for step in plan.program(rank).steps] == [()] * 3
+    assert "0 tokens" in plan.explain()
+
+
+def test_explain_has_a_line_per_rank() -> None:
+    text = build([300, 200], 4).explain(head_dim=64)
+    assert "500 tokens in 2 documents; ring, zigzag, causal; cp=4" in text
+    assert len(text.splitlines()) == 2 + 4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"doc_ends": [3, 3]}, r"doc_ends\[1\]=3"),
+        ({"doc_ends": [0, 3]}, r"doc_ends\[0\]=0"),
+        ({"doc_ends": [5, 3]}, r"doc_ends\[1\]=3"),
+        ({"doc_ends": [1.5]}, "dtype float64"),
+        ({"doc_ends": [[1, 2]]}, "2 dimensions"),
+        ({"num_heads": 9, "num_kv_heads": 2}, "num_heads=9"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0"),
+        ({"mask": "sawtooth"}, "mask='sawtooth'"),
+        ({"layout": "balanced"}, "layout='balanced'"),
+        ({"algorithm": "ulysses"}, "algorithm='ulysses'"),
+        ({"algorithm": "hybrid"}, "algorithm='hybrid'"),
+        ({"algorithm": "allgather"}, "algorithm='allgather'"),
+        ({"grid": RankGrid(1, 1, 2)}, "ulysses=2"),
+        ({"grid": RankGrid(1, 4, window=2)}, "window=2"),
+        ({"sliding_window": 3}, "sliding_window=3"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_a_fix(change: dict[str, object], said: str) -> None:
+    good = {"doc_ends": [4, 8], "grid": RankGrid(1, 2), "num_heads": 4, "num_kv_heads": 2}
+    with pytest.raises(PlanError, match=said) as error:
+        AttentionPlan.build(**{**good, **change})  # type: ignore[arg-type]
+    assert error.value.fix
+
+
+def test_window_that_hides_nothing_is_accepted() -> None:
+    plan = AttentionPlan.build([4, 8], RankGrid(1, 2), num_heads=4, num_kv_heads=2, sliding_window=4)
+    assert plan == build([4, 4], 2)
+    assert plan.longest_document == 4
+
+
+def test_ranks_and_directions_are_checked() -> None:
+    plan = build([8], 2)
+    with pytest.raises(PlanError, match="cp_rank=2"):
+        plan.token_index(2)
+    with pytest.raises(PlanError, match="direction='sideways'"):
+        plan.bytes_moved(0, head_dim=8, direction="sideways")
+    with pytest.raises(PlanError, match="bandwidth"):
+        CostModel(bandwidth=0)
+
+
+def test_planning_a_long_pack_is_fast() -> None:
+    rng = np.random.default_rng(0)
+    ends = [*np.sort(rng.choice(np.arange(1, 131_072), 999, replace=False)).tolist(), 131_072]
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        AttentionPlan.build(ends, RankGrid(1, 8), num_heads=32, num_kv_heads=8).program(3)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.1, seconds  # 0.015 on an idle core
+
+
+def test_planning_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, raycp.plan; print([m for m in ('torch', 'ray', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
