@@ -69,7 +69,7 @@ def prepare(
             facts = {"format": format_name, "detected": detected, "train_on": renderer.train_on}
             store = _build(source, renderer, format_name, overflow, place, key, facts, progress)
         else:
-            store = DocumentStore(place)
+            store = DocumentStore.open(place)
     finally:
         source.close()
     if store.longest > seq_length:  # with overflow="raise" only: nothing else lets them through

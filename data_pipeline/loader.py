@@ -1,66 +1,92 @@
 """Packs by their global id, read from a document store and built ahead in one thread.
 
 Guarantees: `pack` gives the same pack whether it was prefetched or not; an error of the thread is raised where that
-pack is used, not lost. `step_weight` is the loss denominator of a whole step, from per-document sums: no token is read,
-and every process gets the same float. Cost: one pack's copy, plus those prefetched and not yet used.
+pack is used, not lost; every process that opens the same store plans the same packs. Sums over a pack (weight, tokens,
+targets, cost) come from per-document numbers: no token is read. Cost: the plans of two epochs, and one copy of each
+pack that was prefetched and not yet used.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
-from data_pipeline.cursor import StepSchedule, attention_cost
+from data_pipeline.cursor import attention_cost
 from data_pipeline.document import Pack, pack_documents
-from data_pipeline.packing import PackPlan
+from data_pipeline.packing import PackPlan, plan_packs
 from data_pipeline.store import DocumentStore
 from raycp.errors import PlanError
 
+_PLANS_KEPT = 2
+
 
 class PackLoader:
-    """Reads packs of a run.
+    """Reads packs of a run; a pack id is `epoch * packs_per_epoch + index`.
 
     Args:
         store: the documents.
-        plan_of_epoch: epoch -> its PackPlan; called once per epoch in use (two are kept).
-        schedule: of the run; says which packs a step takes.
+        seq_length, policy, seed: as for `plan_packs`.
     """
 
-    def __init__(self, store: DocumentStore, plan_of_epoch: Callable[[int], PackPlan], schedule: StepSchedule) -> None:
+    def __init__(self, store: DocumentStore, *, seq_length: int, policy: str = "best_fit", seed: int = 0) -> None:
         self.store = store
-        self.schedule = schedule
-        self._plan_of_epoch = plan_of_epoch
+        self._seq_length, self._policy, self._seed = seq_length, policy, seed
         self._plans: dict[int, PackPlan] = {}
         self._plans_lock = Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pack-prefetch")
         self._ahead: dict[int, Future[Pack]] = {}
+        self.packs_per_epoch = len(self.plan(0))
+
+    def plan(self, epoch: int) -> PackPlan:
+        """The plan of an epoch."""
+        with self._plans_lock:
+            if epoch not in self._plans:
+                plan = plan_packs(
+                    self.store.lengths, seq_length=self._seq_length, policy=self._policy, seed=self._seed, epoch=epoch
+                )
+                while len(self._plans) >= _PLANS_KEPT:
+                    del self._plans[next(iter(self._plans))]  # the one that was made first
+                self._plans[epoch] = plan
+            return self._plans[epoch]
 
     def documents(self, pack_id: int) -> tuple[int, ...]:
         """Document indices of a pack.
 
         Raises:
-            PlanError: the plan of that epoch does not belong to the schedule, or is of another length.
+            PlanError: a negative pack id.
         """
-        epoch, index = self.schedule.locate(pack_id)
-        return self._plan(epoch).pack(index)
+        if pack_id < 0:
+            raise PlanError(f"pack id {pack_id} is negative", fix="take pack ids from StepSchedule.pack_ids")
+        epoch, index = divmod(pack_id, self.packs_per_epoch)
+        return self.plan(epoch).pack(index)
 
     def doc_lengths(self, pack_id: int) -> tuple[int, ...]:
-        """Tokens of each document of a pack, without reading it."""
+        """Tokens of each document of a pack."""
         return tuple(self.store.lengths[list(self.documents(pack_id))].tolist())
 
-    def costs(self, step: int) -> list[float]:
-        """Attention work of each pack of a step, for `assign_packs`."""
-        return [attention_cost(self.doc_lengths(pack_id)) for pack_id in self.schedule.pack_ids(step)]
+    def num_tokens(self, pack_id: int) -> int:
+        """Tokens of a pack."""
+        return sum(self.doc_lengths(pack_id))
 
-    def step_weight(self, step: int) -> float:
-        """Sum of the target weights of all packs of a step, whoever computes them."""
-        documents = [d for pack_id in self.schedule.pack_ids(step) for d in self.documents(pack_id)]
-        return math.fsum(self.store.target_weights[documents].tolist())
+    def num_targets(self, pack_id: int) -> int:
+        """Trained positions of a pack."""
+        return int(self.store.num_targets[list(self.documents(pack_id))].sum())
+
+    def weight(self, pack_id: int) -> float:
+        """Sum of the target weights of a pack."""
+        return math.fsum(self.store.target_weights[list(self.documents(pack_id))].tolist())
+
+    def step_weight(self, pack_ids: Sequence[int]) -> float:
+        """Loss denominator of a step: the target weights of all its packs, whoever computes them."""
+        return math.fsum(self.weight(pack_id) for pack_id in pack_ids)
+
+    def cost(self, pack_id: int) -> float:
+        """Attention work of a pack, for `assign_packs`."""
+        return attention_cost(self.doc_lengths(pack_id))
 
     def prefetch(self, pack_ids: Sequence[int]) -> None:
-        """Starts building these packs, in order. Earlier ones that were not used and are not among them are let go."""
-        wanted = set(pack_ids)
-        for pack_id in [p for p in self._ahead if p not in wanted]:
+        """Starts building these packs, in order; those of an earlier call that nobody used are let go."""
+        for pack_id in [p for p in self._ahead if p not in pack_ids]:
             self._ahead.pop(pack_id).cancel()
         for pack_id in pack_ids:
             if pack_id not in self._ahead:
@@ -78,19 +104,3 @@ class PackLoader:
 
     def _read(self, pack_id: int) -> Pack:
         return pack_documents([self.store.document(index) for index in self.documents(pack_id)])
-
-    def _plan(self, epoch: int) -> PackPlan:
-        with self._plans_lock:
-            if epoch not in self._plans:
-                plan = self._plan_of_epoch(epoch)
-                schedule = self.schedule
-                if (len(plan), plan.epoch, plan.family) != (schedule.num_packs, epoch, schedule.family):
-                    raise PlanError(
-                        f"the plan given for epoch {epoch} has {len(plan)} packs, epoch {plan.epoch} and family "
-                        f"{plan.family[:12]}; the schedule has {schedule.num_packs} packs and {schedule.family[:12]}",
-                        fix="make schedule and plans from the same store, seq_length, packing and seed",
-                    )
-                while len(self._plans) > 1:
-                    del self._plans[min(self._plans)]
-                self._plans[epoch] = plan
-            return self._plans[epoch]

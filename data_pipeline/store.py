@@ -37,14 +37,19 @@ _DOCUMENT_FILES = {
 
 
 class DocumentStore:
-    """A written store.
+    """A written store, see `open`."""
 
-    Args:
-        folder: where it is.
+    @classmethod
+    def open(cls, folder: Path | str) -> Self:
+        """Opens a store for reading, in any process.
 
-    Raises:
-        DataError: the folder is not a whole store of this version.
-    """
+        Args:
+            folder: where it is.
+
+        Raises:
+            DataError: the folder is not a whole store of this version.
+        """
+        return cls(folder)
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -72,7 +77,7 @@ class DocumentStore:
         return int(self.lengths.size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (DocumentStore, (str(self.folder),))
+        return (DocumentStore.open, (str(self.folder),))
 
     @property
     def num_tokens(self) -> int:
@@ -228,7 +233,7 @@ class StoreWriter:
             os.fsync(stream.fileno())
         _sync_folder(self._aside)
         self._publish()
-        return DocumentStore(self.folder)
+        return DocumentStore.open(self.folder)
 
     def _publish(self) -> None:
         if self.folder.exists() and problem_with(self.folder):
