@@ -5,7 +5,7 @@
     python jobs/llama_128k.py --preset smoke       # 8 192 tokens, under two minutes on two cores
 
 Every number is a flag (--help). The job reads flags and calls `raycp.fit`; the same command again continues the run.
-Exit status: 0 done, 1 the run failed, 2 the flags or the machine cannot make a run.
+Exit status: 0 done, 1 the run failed or was stopped, 2 the flags or the machine cannot make a run.
 """
 
 import argparse
@@ -67,8 +67,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     for step, loss in result.losses.items():
         print(f"step {step}: loss {loss:.4f}")
-    print(f"output: {result.output_dir}\nmodel:  {result.export_path}")
-    return 0
+    print(
+        f"output: {result.output_dir}\nmodel:  {result.export_path or 'not yet: stopped; the same command continues'}"
+    )
+    return 0 if result.export_path else 1
 
 
 if __name__ == "__main__":

