@@ -2,7 +2,7 @@
 
 Guarantees: every configuration problem is in one report before any process starts; the same call again continues an
 unfinished run and returns at once for a finished one; whatever it raises is a `RaycpError` with a fix, except what a
-person's Ctrl-C or a programming error raises. Costs nothing that the run does not need: a finished run starts no worker.
+person's Ctrl-C or a programming error raises. Costs nothing that a run does not need: a finished one starts no worker.
 """
 
 import dataclasses

@@ -7,19 +7,18 @@ cause is a broken connection (a consequence) or something of this rank's own. Co
 """
 
 import gc
-import hashlib
 import os
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 import torch
 import torch.distributed as dist
 
-from data_pipeline import DocumentStore, PackLoader, StepSchedule, plan_packs
+from data_pipeline import DocumentStore, PackLoader
 from raycp.attention import register_attention
 from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError, WorkerError
 from raycp.training.checkpoint import CheckpointReader, ShardRecord, write_shard

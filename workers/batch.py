@@ -96,7 +96,7 @@ class Batcher:
             yield self.make(_empty_pack() if pack_id is None else self._loader.pack(pack_id))
 
     def make(self, pack: Pack) -> MicroBatch:
-        """This rank's share of `pack`."""
+        """The share of `pack` that this rank holds."""
         plan = AttentionPlan.build(
             doc_ends=pack.doc_ends,
             grid=self._grid,

@@ -25,7 +25,7 @@ from workers.sockets import interface_of, listening_ports, shut_sockets
 
 
 class ProcessGroups:
-    """This rank's groups of one generation.
+    """The groups of one rank in one generation.
 
     Attributes:
         rendezvous: where they were made.
@@ -61,7 +61,7 @@ class ProcessGroups:
         timeout = timedelta(seconds=rendezvous.timeout)
         try:
             store = dist.TCPStore(
-                rendezvous.store_host, rendezvous.store_port, None, False, timeout=timedelta(seconds=60)
+                rendezvous.store_host, rendezvous.store_port, None, False, timeout=min(timeout, timedelta(seconds=60))
             )
             dist.init_process_group(
                 device.backend,
@@ -82,7 +82,7 @@ class ProcessGroups:
         return cls(rendezvous, attention, mesh, before)
 
     def warm(self) -> None:
-        """One collective on every group, in the same order on all ranks, so that their connections exist. Collective."""
+        """One all-reduce on every group, in one order on all ranks, so that their connections exist. Collective."""
         for group in self._all():
             self._all_reduce(group)
         self.learn_ports()

@@ -66,7 +66,7 @@ def run_step(
         held = max(held, batch.carrier.stats.max_remote_blocks)
     progress.phase = "update"
     lr = learning_rate(request.step, total_steps, config.optim)
-    norm = clip_by_global_norm(state.trainee.parameters(), config.optim.clip)
+    norm = clip_by_global_norm(state.trainee, config.optim.clip)
     if not math.isfinite(norm):
         state.optimizer.zero_grad(set_to_none=True)
         raise NonFiniteError(
@@ -102,7 +102,7 @@ def run_evaluation(
     loader: PackLoader,
     progress: Progress,
 ) -> EvalReport:
-    """This rank's part of the loss over `pack_ids`, parameters untouched. Collective."""
+    """The loss sum of this rank over `pack_ids`, parameters untouched. Collective."""
     assigned = batcher.assigned(pack_ids)
     weight = math.fsum(loader.weight(p) for p in pack_ids)
     progress.begin("eval", 0, len(assigned))

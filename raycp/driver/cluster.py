@@ -6,14 +6,16 @@ otherwise a local Ray is started that listens on loopback only and ends with the
 start, under 1 s to connect.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from raycp.errors import ClusterError, Problem
 
@@ -68,7 +70,7 @@ def connect(*, workers: int | None, resource: str | None) -> ClusterHandle:
     """
     if ray.is_initialized():
         return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if will_use_existing_cluster():
         address = os.environ.get("RAY_ADDRESS", "auto")
         try:
@@ -80,14 +82,15 @@ def connect(*, workers: int | None, resource: str | None) -> ClusterHandle:
             ) from error
         return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
     cpus = max(os.cpu_count() or 1, workers or 1)
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        _node_ip_address=_LOOPBACK,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_import_roots())}},
-        **quiet,
-    )
+    with _loopback_allowed():
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            _node_ip_address=_LOOPBACK,
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_import_roots())}},
+            **quiet,
+        )
     return ClusterHandle(started_here=True, in_job=False, driver_address=_LOOPBACK)
 
 
@@ -141,6 +144,21 @@ def resolve_output_dir(
             )
         ]
     return path.resolve(), []
+
+
+@contextlib.contextmanager
+def _loopback_allowed() -> Iterator[None]:
+    """Lets `ray.init` take 127.0.0.1 as its node address, so that every port of the local cluster is on loopback.
+
+    Ray replaces loopback by the machine's own address unless this switch of its own says that the cluster has one
+    machine; the switch is an environment variable that is read once, at import, so it is turned here (ray 2.60).
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _driver_address() -> str:

@@ -1,0 +1,97 @@
+"""The life cycle of process groups on real gloo: create, warm, abort, rebuild in the same process."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raycp.driver.store import open_store
+from raycp.errors import ClusterError
+from raycp.plan import RankGrid
+from raycp.training.device import resolve_device
+from tests.multiproc.launcher import run_ranks
+from workers.messages import Rendezvous
+from workers.process_groups import ProcessGroups
+
+LOOPBACK = "127.0.0.1"
+CPU = resolve_device("cpu", {})
+
+
+def rendezvous(rank: int, grid: RankGrid, port: int, generation: int = 1, timeout: float = 30.0) -> Rendezvous:
+    return Rendezvous(
+        generation=generation, rank=rank, grid=grid, store_host=LOOPBACK, store_port=port, timeout=timeout, threads=1
+    )
+
+
+def create(rank: int, world_size: int, port: int) -> ProcessGroups:
+    if dist.is_initialized():
+        dist.destroy_process_group()  # the launcher's own
+    grid = RankGrid(dp=world_size // 2, ring=2)
+    groups = ProcessGroups.create(rendezvous(rank, grid, port), device=CPU, address=LOOPBACK)
+    groups.warm()
+    return groups
+
+
+def total() -> float:
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return float(value)
+
+
+def _stuck_until_aborted(rank: int, world_size: int, port: int) -> tuple[float, str]:
+    """Rank 0 waits for a message that nobody sends; a control thread aborts it; the others see it too."""
+    groups = create(rank, world_size, port)
+    cut: list[int] = []
+    if rank == 0:
+        threading.Timer(0.5, lambda: cut.append(groups.abort())).start()
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            dist.recv(torch.empty(4), src=1)
+        else:
+            total()
+        return time.monotonic() - began, "no error"
+    except RuntimeError as error:
+        groups.abort()
+        groups.destroy()
+        return time.monotonic() - began, str(error)
+
+
+def test_abort_frees_ranks_that_wait_for_a_message_long_before_the_timeout() -> None:
+    store = open_store(LOOPBACK)
+    for seconds, message in run_ranks(_stuck_until_aborted, 2, store.port):
+        assert message != "no error"
+        assert 0.3 < seconds < 5.0, f"freed after {seconds:.1f} s; the group's time-out is 30 s"
+
+
+def _rebuilt(rank: int, world_size: int, port: int) -> tuple[float, float, str]:
+    groups = create(rank, world_size, port)
+    before = total()
+    grid = RankGrid(dp=1, ring=world_size)
+    groups = groups.rebuild(rendezvous(rank, grid, port, generation=2), device=CPU, address=LOOPBACK)
+    groups.warm()
+    after = total()
+    try:
+        groups.rebuild(rendezvous(rank, grid, port, generation=2), device=CPU, address=LOOPBACK)
+        refusal = ""
+    except ClusterError as error:
+        refusal = error.message
+    dist.barrier()
+    groups.abort()
+    groups.destroy()
+    return before, after, refusal
+
+
+def test_rebuild_in_place_with_another_grid_and_only_with_a_newer_generation() -> None:
+    store = open_store(LOOPBACK)
+    for before, after, refusal in run_ranks(_rebuilt, 4, store.port):
+        assert before == after == 4
+        assert "generation 2 is not newer than 2" in refusal
+
+
+def test_a_store_that_nobody_hosts_is_named() -> None:
+    with pytest.raises(ClusterError, match=r"store 127\.0\.0\.1:1"):
+        nowhere = rendezvous(0, RankGrid(dp=1, ring=1), port=1, timeout=2.0)
+        ProcessGroups.create(nowhere, device=CPU, address=LOOPBACK)
