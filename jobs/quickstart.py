@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         workers=2,
         device="cpu",
         dtype="bfloat16" if cpu_has_fast_bfloat16() else "float32",
-        optim=OptimConfig(lr=1e-4, warmup=1),
+        optim=OptimConfig(lr=2e-4, warmup=1),
     )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default=str(ROOT / "runs" / "quickstart"), help="default: %(default)s")
