@@ -110,7 +110,7 @@ def _build(
             "tokens": writer.num_tokens,
             "targets": writer.num_targets,
             "longest": overflow.report.longest,
-            "overflow": asdict(overflow.report),
+            "overflow": None if overflow.report.policy == "raise" else asdict(overflow.report),
         }
         return writer.commit(key=key, report=report)
 

@@ -23,7 +23,7 @@ def describe(store: DocumentStore, plan: PackPlan) -> str:
         f"packs     {len(plan):,} of {plan.seq_length:,} tokens ({plan.policy}), {plan.report.efficiency:.2%} full",
     ]
     overflow = report["overflow"]
-    if overflow["over"] and overflow["policy"] != "raise":
+    if overflow and overflow["over"]:
         lines.append(
             f"overflow  {overflow['over']:,} documents over {overflow['seq_length']:,} tokens ({overflow['policy']}): "
             f"{overflow['cut']:,} cut, {overflow['dropped']:,} dropped; {overflow['tokens_lost']:,} tokens and "
