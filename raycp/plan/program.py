@@ -86,10 +86,7 @@ def ring_program(shards: Sequence[Shard], doc_ends: Sequence[int], rank: int, *,
     ends = np.asarray(doc_ends, dtype=np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
     size = len(shards)
-    own = (
-        _own_slices(shards[rank]) if causal else _pair(shards[rank], shards[rank], starts, ends, causal=False).slices()
-    )
-    steps = [Step(0, (), (), own)]
+    steps = [Step(0, (), (), _own_slices(shards[rank], MaskKind.CAUSAL if causal else MaskKind.FULL))]
     for i in range(1, size):
         source, target = (rank - i) % size, (rank + i) % size
         incoming = _pair(shards[rank], shards[source], starts, ends, causal=causal)
@@ -137,11 +134,14 @@ class _Pair:
 _EMPTY: Ints = np.zeros(0, dtype=np.int64)
 
 
-def _own_slices(shard: Shard) -> tuple[Slice, ...]:
-    """A rank's own keys under the causal mask: local order is global order, so each document is one square."""
-    first = _first_of_runs(shard.document)
-    bounds = [*shard.local[first].tolist(), shard.num_tokens]
-    return tuple(Slice(a, b, a, b, MaskKind.CAUSAL) for a, b in itertools.pairwise(bounds))
+def _own_slices(shard: Shard, kind: MaskKind) -> tuple[Slice, ...]:
+    """A rank's own keys: local order is global order, so each document is one square, and a run of single rows one."""
+    bounds = np.append(shard.local[_first_of_runs(shard.document)], shard.num_tokens)
+    single = np.diff(bounds) == 1
+    kept = np.append(True, ~(single[1:] & single[:-1])) if len(single) else single
+    kinds = [MaskKind.DIAGONAL if one else kind for one in single[kept].tolist()]
+    squares = itertools.pairwise([*bounds[:-1][kept].tolist(), shard.num_tokens])
+    return tuple(Slice(a, b, a, b, each) for (a, b), each in zip(squares, kinds, strict=True))
 
 
 def _pair(q: Shard, k: Shard, starts: Ints, ends: Ints, *, causal: bool) -> _Pair:

@@ -1,7 +1,7 @@
 """The words that plans are written in: a range of rows, and a block of scores with its mask.
 
-Guarantees: an object that exists is well formed (bounds in order, a causal block square), so executors and kernels need
-no checks of their own. Costs about a microsecond per object.
+Guarantees: an object that exists is well formed (bounds in order, causal and diagonal blocks square), so
+executors and kernels need no checks of their own. Costs about a microsecond per object.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ class MaskKind(Enum):
     """All of them."""
     CAUSAL = "causal"
     """Query i of the block sees keys 0 to i of the block; the block is square."""
+    DIAGONAL = "diagonal"
+    """Query i of the block sees key i only; the block is square. A run of 1-token documents (padding) is one block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Slice:
     Queries are rows of the rank's own shard; keys are rows of the K/V block of the step.
 
     Raises:
-        PlanError: an empty side, a negative bound, or a causal block that is not square.
+        PlanError: an empty side, a negative bound, or a causal or diagonal block that is not square.
     """
 
     q_start: int
@@ -59,11 +61,17 @@ class Slice:
     def __post_init__(self) -> None:
         if not (0 <= self.q_start < self.q_stop and 0 <= self.k_start < self.k_stop):
             raise PlanError(f"{self} has an empty or negative side", fix="leave empty slices out of the plan")
-        if self.kind is MaskKind.CAUSAL and self.q_stop - self.q_start != self.k_stop - self.k_start:
-            raise PlanError(f"{self} is not square", fix="cut a causal slice into a full and a square part")
+        if self.kind is not MaskKind.FULL and self.q_stop - self.q_start != self.k_stop - self.k_start:
+            raise PlanError(f"{self} is not square", fix="cut it into a full and a square part")
 
     @property
     def area(self) -> int:
         """Score entries of the block that are visible."""
         num_q, num_k = self.q_stop - self.q_start, self.k_stop - self.k_start
-        return num_q * (num_q + 1) // 2 if self.kind is MaskKind.CAUSAL else num_q * num_k
+        match self.kind:
+            case MaskKind.FULL:
+                return num_q * num_k
+            case MaskKind.CAUSAL:
+                return num_q * (num_q + 1) // 2
+            case MaskKind.DIAGONAL:
+                return num_q

@@ -1,8 +1,8 @@
 """Runs one function on several gloo ranks, each in its own process, and brings back what they return.
 
-Guarantees: no port is chosen (ranks meet in a file store, gloo takes free ports); the first rank to fail ends the others,
-and its traceback is the error; no process outlives the call; a hang ends after `timeout` seconds. Processes are forked
-from a server that has imported torch once, so a rank starts in about 0.1 s after the first.
+Guarantees: no port is chosen (ranks meet in a file store, gloo takes free ports); the first rank to fail ends the
+others, and its traceback is the error; no process outlives the call; a hang ends after `timeout` seconds. Processes are
+forked from a server that has imported torch once, so a rank starts in about 0.1 s after the first.
 """
 
 import datetime

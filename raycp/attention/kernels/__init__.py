@@ -5,6 +5,7 @@ here and nowhere else.
 
 * `reference`: fp64, dense, obviously right, refused above 8 192 tokens
 * `sdpa`: PyTorch's own flash attention for CPUs
+* `diagonal`: rows that see one key each; elementwise, on any device
 
 Legend: t query rows, s key rows of the step's block, H query heads, K key/value heads (K divides H), D head dim of
 queries and keys, Dv of values.

@@ -48,7 +48,7 @@ class ReferenceKernel:
         dq = torch.einsum("hts,shd->thd", dscores, k64) * scale
         dk = torch.einsum("hts,thd->shd", dscores, q64) * scale
         dv = torch.einsum("hts,thd->shd", p, dout64)
-        dk, dv = (x.view(len(x), -1, heads_per_kv, x.shape[-1]).sum(2) for x in (dk, dv))
+        dk, dv = (x.view(len(x), k.shape[1], heads_per_kv, x.shape[-1]).sum(2) for x in (dk, dv))
         return dq.float(), dk.float(), dv.float()
 
 
@@ -93,7 +93,8 @@ def visible_in(slices: Sequence[Slice], num_q: int, num_k: int, device: torch.de
     visible = torch.zeros(num_q, num_k, dtype=torch.bool, device=device)
     for s in slices:
         block = torch.ones(s.q_stop - s.q_start, s.k_stop - s.k_start, dtype=torch.bool, device=device)
-        visible[s.q_start : s.q_stop, s.k_start : s.k_stop] = block.tril() if s.kind is MaskKind.CAUSAL else block
+        block = block.tril() if s.kind is not MaskKind.FULL else block
+        visible[s.q_start : s.q_stop, s.k_start : s.k_stop] = block.triu() if s.kind is MaskKind.DIAGONAL else block
     return visible
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
+from raycp.attention.kernels.diagonal import diagonal_backward, diagonal_forward
 from raycp.plan import MaskKind, Slice
 
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -31,6 +32,9 @@ class CpuFlashKernel:
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         for s in slices:
             rows, cols = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
+            if s.kind is MaskKind.DIAGONAL:
+                out[rows], lse[rows] = diagonal_forward(q[rows], k[cols], v[cols, :, :value_dim], scale)
+                continue
             part, part_lse = _forward_op(
                 _heads_first(q[rows]),
                 _heads_first(k[cols]),
@@ -63,6 +67,14 @@ class CpuFlashKernel:
         dv = torch.zeros(*v.shape[:2], value_dim, dtype=torch.float32, device=q.device)
         for s in slices:
             rows, cols = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
+            if s.kind is MaskKind.DIAGONAL:
+                part_q, part_k, part_v = diagonal_backward(
+                    dout[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], scale
+                )
+                dq[rows] = part_q[..., :head_dim]
+                dk[cols] += part_k[..., :head_dim]
+                dv[cols] += part_v[..., :value_dim]
+                continue
             part_q, part_k, part_v = _backward_op(
                 _heads_first(dout[rows]),
                 _heads_first(q[rows]),

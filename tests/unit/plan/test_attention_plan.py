@@ -47,7 +47,8 @@ def computed_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> npt.NDAr
                 assert len(q) == s.q_stop - s.q_start
                 assert len(k) == s.k_stop - s.k_start
                 block = np.ones((len(q), len(k)), dtype=np.int64)
-                count[np.ix_(q, k)] += np.tril(block) if s.kind is MaskKind.CAUSAL else block
+                block = block if s.kind is MaskKind.FULL else np.tril(block)
+                count[np.ix_(q, k)] += np.triu(block) if s.kind is MaskKind.DIAGONAL else block
     return count
 
 
@@ -157,6 +158,13 @@ def test_zigzag_takes_one_block_per_document_and_step() -> None:
             earlier = (rank - step.index) % 4 < rank
             total = {s.q_stop - s.q_start for s in step.slices}
             assert total == ({16, 20} if earlier else {8, 10})
+
+
+def test_a_run_of_single_rows_is_one_block() -> None:
+    plan = build([4] + [1] * 100 + [4] + [1], 1)
+    kinds = [(s.q_start, s.q_stop, s.kind.value) for s in plan.program(0).steps[0].slices]
+    assert kinds == [(0, 4, "causal"), (4, 104, "diagonal"), (104, 108, "causal"), (108, 109, "diagonal")]
+    assert plan.program(0).area == 10 + 100 + 10 + 1
 
 
 def test_zigzag_balances_one_long_document() -> None:

@@ -20,11 +20,13 @@ def test_slice_with_an_empty_side_is_refused(bounds: tuple[int, int, int, int]) 
         Slice(*bounds, MaskKind.FULL)
 
 
-def test_causal_slice_must_be_square() -> None:
+@pytest.mark.parametrize("kind", [MaskKind.CAUSAL, MaskKind.DIAGONAL])
+def test_causal_and_diagonal_slices_must_be_square(kind: MaskKind) -> None:
     with pytest.raises(PlanError, match="not square"):
-        Slice(0, 2, 0, 3, MaskKind.CAUSAL)
+        Slice(0, 2, 0, 3, kind)
 
 
 def test_area_counts_visible_entries() -> None:
     assert Slice(0, 4, 2, 6, MaskKind.CAUSAL).area == 10
     assert Slice(0, 4, 2, 5, MaskKind.FULL).area == 12
+    assert Slice(0, 4, 2, 6, MaskKind.DIAGONAL).area == 4

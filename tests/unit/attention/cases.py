@@ -1,0 +1,141 @@
+"""Random packs, the fp64 oracle's answer to them, and the error measure: shared by tests in threads and in processes.
+
+Legend: T tokens of the pack, t of a rank, H query heads, K key/value heads, D head dim, Dv value dim.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from raycp.attention import Groups, InMemoryWorld, cp_attention
+from raycp.attention.communicator import Communicator
+from raycp.attention.kernels import Kernel
+from raycp.attention.kernels.reference import dense_attention, sawtooth
+from raycp.plan import AttentionPlan, RankGrid
+
+TOLERANCE = 2e-6
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pack and one way to split it."""
+
+    lengths: tuple[int, ...]
+    ring: int
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    value_dim: int = 8
+    layout: str = "zigzag"
+    mask: str = "causal"
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    amplitude: float = 1.0
+
+    @property
+    def doc_ends(self) -> list[int]:
+        return list(accumulate(self.lengths))
+
+    def plan(self) -> AttentionPlan:
+        return AttentionPlan.build(
+            self.doc_ends,
+            RankGrid(1, self.ring),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            layout=self.layout,
+            mask=self.mask,
+        )
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, H, D], k [T, K, D], v [T, K, Dv] and dout [T, H, Dv]."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = (
+            (self.num_heads, self.head_dim),
+            (self.num_kv_heads, self.head_dim),
+            (self.num_kv_heads, self.value_dim),
+            (self.num_heads, self.value_dim),
+        )
+        q, k, v, dout = (torch.randn(sum(self.lengths), *s, generator=generator).to(self.dtype) for s in shapes)
+        return q * self.amplitude, k, v, dout
+
+
+def random_case(rng: random.Random, *, max_ring: int, max_tokens: int = 120) -> Case:
+    kinds: list[Callable[[], list[int]]] = [
+        lambda: [rng.randint(1, max_tokens)],
+        lambda: [1] * rng.randint(1, 12),
+        lambda: [rng.randint(1, max_tokens // 6) for _ in range(rng.randint(1, 6))],
+        lambda: [1, rng.randint(max_tokens // 2, max_tokens), 1, rng.randint(1, 9)],
+    ]
+    num_kv_heads = rng.choice([1, 1, 2, 3])
+    head_dim = rng.choice([4, 8, 16])
+    return Case(
+        lengths=tuple(rng.choice(kinds)()),
+        ring=rng.randint(1, max_ring),
+        num_heads=num_kv_heads * rng.choice([1, 2, 4]),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=rng.choice([head_dim, head_dim, 6, 12]),
+        layout=rng.choice(["zigzag", "contiguous"]),
+        mask=rng.choice(["causal", "causal", "full"]),
+        seed=rng.randrange(1 << 30),
+    )
+
+
+def expected(case: Case) -> tuple[torch.Tensor, ...]:
+    """out, dq, dk, dv of one device, fp64."""
+    q, k, v, dout = case.tensors()
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    visible = sawtooth(case.doc_ends, causal=case.mask == "causal")
+    out = dense_attention(*leaves, visible, case.head_dim**-0.5)
+    out.backward(dout.double())
+    grads = [x.grad for x in leaves]
+    return out.detach(), *(g for g in grads if g is not None)
+
+
+def run_rank(
+    case: Case, communicator: Communicator, *, plan: AttentionPlan | None = None, kernel: Kernel | None = None
+) -> tuple[torch.Tensor, ...]:
+    """This rank's out, dq, dk, dv: [t, ...]."""
+    plan = case.plan() if plan is None else plan
+    index = torch.from_numpy(plan.token_index(communicator.rank))
+    q, k, v, dout = (x[index] for x in case.tensors())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cp_attention(*leaves, plan=plan, groups=Groups(plan.grid, communicator.rank, communicator), kernel=kernel)
+    assert out.dtype == case.dtype
+    out.backward(dout)
+    grads = [x.grad for x in leaves]
+    return out.detach(), *(g for g in grads if g is not None)
+
+
+def gather(case: Case, parts: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Shards of all ranks back in pack order, fp64."""
+    plan = case.plan()
+    order = torch.cat([torch.from_numpy(plan.token_index(rank)) for rank in range(case.ring)])
+    whole = []
+    for shards in zip(*parts, strict=True):
+        x = torch.cat(shards).double()
+        whole.append(torch.empty_like(x).index_copy_(0, order, x))
+    return tuple(whole)
+
+
+def errors(case: Case, parts: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, float]:
+    """norm(x - ref) / max(norm(ref), 1e-3 norm(dout)) of the whole tensors."""
+    floor = 1e-3 * case.tensors()[3].double().norm()
+    pairs = zip(NAMES, gather(case, parts), expected(case), strict=True)
+    return {name: float((x - ref).norm() / torch.maximum(ref.norm(), floor)) for name, x, ref in pairs}
+
+
+def run_in_memory(
+    case: Case,
+    *,
+    world: InMemoryWorld | None = None,
+    plan: AttentionPlan | None = None,
+    kernel: Kernel | None = None,
+) -> list[tuple[torch.Tensor, ...]]:
+    """out, dq, dk, dv of every rank, each rank a thread."""
+    world = InMemoryWorld(case.ring) if world is None else world
+    return world.run(lambda communicator: run_rank(case, communicator, plan=plan, kernel=kernel))
