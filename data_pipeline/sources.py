@@ -137,11 +137,17 @@ class SpooledSource:
     def __init__(self, rows: Iterable[object], spool: Path) -> None:
         spool.mkdir(parents=True, exist_ok=True)
         self.file = spool / f"rows-{uuid.uuid4().hex}.jsonl"
+        try:
+            self.fingerprint = self._write(rows)
+        except BaseException:
+            self.close()
+            raise
+
+    def _write(self, rows: Iterable[object]) -> str:
         digest = hashlib.sha256()
         with self.file.open("wb") as stream:
             for number, row in enumerate(rows, 1):
                 if not isinstance(row, Mapping):
-                    self.close()
                     raise DataError(
                         f"row {number} is a {type(row).__name__}, not a dict of columns",
                         fix='give rows like {"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...}',
@@ -150,7 +156,7 @@ class SpooledSource:
                 line = _dump(row)
                 digest.update(line)
                 stream.write(line)
-        self.fingerprint = digest.hexdigest()
+        return digest.hexdigest()
 
     def __iter__(self) -> Iterator[Row]:
         for number, data in _read_jsonl(self.file):

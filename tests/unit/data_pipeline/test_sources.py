@@ -1,0 +1,157 @@
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_pipeline.sources import open_source
+from raycp.errors import DataError
+
+ROWS = [{"text": "one"}, {"text": "caf\u00e9"}]
+
+
+def rows_of(data, tmp_path):
+    source = open_source(data, tmp_path / "spool")
+    try:
+        first = [(r.id, dict(r.data)) for r in source]
+        assert [(r.id, dict(r.data)) for r in source] == first  # can be read again
+        assert len(source.fingerprint) == 64
+        return first
+    finally:
+        source.close()
+
+
+def write(path, text: str | bytes):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_jsonl_ids_are_file_and_line(tmp_path):
+    file = write(tmp_path / "a.jsonl", '\ufeff{"text": "one"}\r\n\n{"text": "caf\u00e9"}')
+    assert rows_of(file, tmp_path) == [(f"{file}:1", ROWS[0]), (f"{file}:3", ROWS[1])]
+    assert rows_of(str(file), tmp_path) == rows_of([file], tmp_path)
+
+
+def test_json_list_ids_are_lines_too(tmp_path):
+    file = write(tmp_path / "a.json", '[\n {"text": "one"},\n\n {"text":\n "caf\u00e9"}\n]\n')
+    assert rows_of(file, tmp_path) == [(f"{file}:2", ROWS[0]), (f"{file}:4", ROWS[1])]
+
+
+def test_json_that_is_jsonl(tmp_path):
+    file = write(tmp_path / "a.json", '{"text": "one"}\n{"text": "caf\u00e9"}\n')
+    assert [r for _, r in rows_of(file, tmp_path)] == ROWS
+
+
+def test_parquet(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet", tmp_path) == [
+        (f"{tmp_path}/a.parquet:{i + 1}", r) for i, r in enumerate(ROWS)
+    ]
+
+
+def test_txt_is_one_row_per_file(tmp_path):
+    file = write(tmp_path / "a.txt", "two\nlines\n")
+    assert rows_of(file, tmp_path) == [(f"{file}:1", {"text": "two\nlines\n"})]
+
+
+def test_folder_glob_and_list(tmp_path):
+    folder = tmp_path / "data"
+    for name in ("b.jsonl", "a.txt", "sub/c.jsonl", ".hidden/d.jsonl", "notes.md"):
+        write(folder / name, json.dumps({"text": name}))
+    names = [i.removeprefix(f"{folder}/") for i, _ in rows_of(folder, tmp_path)]
+    assert names == ["a.txt:1", "b.jsonl:1", "sub/c.jsonl:1"]
+    assert [i for i, _ in rows_of(f"{folder}/**/*.jsonl", tmp_path)] == [
+        f"{folder}/b.jsonl:1",
+        f"{folder}/sub/c.jsonl:1",
+    ]
+    twice = rows_of([folder / "b.jsonl", folder / "a.txt", f"{folder}/*.jsonl"], tmp_path)
+    assert [i for i, _ in twice] == [f"{folder}/b.jsonl:1", f"{folder}/a.txt:1"]
+
+
+def test_dataset_and_iterables(tmp_path):
+    want = [("rows:1", ROWS[0]), ("rows:2", ROWS[1])]
+    dataset = datasets.Dataset.from_list(ROWS)
+    assert rows_of(dataset, tmp_path) == want
+    assert rows_of(ROWS, tmp_path) == want
+    assert rows_of((dict(r) for r in ROWS), tmp_path) == want
+    assert rows_of(dataset.to_iterable_dataset(), tmp_path) == want
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_fingerprint_is_of_content(tmp_path):
+    a = write(tmp_path / "a.jsonl", '{"text": "one"}\n')
+    b = write(tmp_path / "b.jsonl", '{"text": "one"}\n')
+    c = write(tmp_path / "c.jsonl", '{"text": "two"}\n')
+    prints = [open_source(f, tmp_path).fingerprint for f in (a, b, c)]
+    assert prints[0] == prints[1] != prints[2]
+    assert open_source([a, c], tmp_path).fingerprint != open_source([c, a], tmp_path).fingerprint
+    spooled = [open_source(iter(rows), tmp_path / "spool") for rows in (ROWS, ROWS, ROWS[:1])]
+    assert spooled[0].fingerprint == spooled[1].fingerprint != spooled[2].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": "y"\n', 2, "broken JSON"),
+        ("a.jsonl", b'{"text": "x"}\n\n["y"]\n', 3, "not an object"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', 2, "0xff is not UTF-8"),
+        ("a.json", b'[{"text": "x"},\n\n{"text": }]', 3, "broken JSON"),
+        ("a.json", b'[{"text": "x"}\n{"text": "y"}]', 2, "want ',' or ']'"),
+        ("a.json", b'[{"text": "x"},\n3]', 2, "not an object"),
+        ("a.json", b'[{"text": "x"},\n{"text": "\xff"}]', 2, "is not UTF-8"),
+        ("a.txt", b"fine\nnot \xfe", 2, "is not UTF-8"),
+        ("a.parquet", b"PAR1 no", 1, "not readable as parquet"),
+    ],
+)
+def test_bad_content_names_file_and_line(tmp_path, name, content, line, message):
+    file = write(tmp_path / name, content)
+    with pytest.raises(DataError, match=message) as error:
+        rows_of(file, tmp_path)
+    assert str(error.value).startswith(f"{file}:{line}: ")
+    assert error.value.details == {"file": str(file), "line": line}
+    assert error.value.fix
+
+
+def test_missing_files_hint_at_near_names(tmp_path):
+    write(tmp_path / "train.jsonl", '{"text": "x"}')
+    with pytest.raises(DataError, match="there is no file or folder") as error:
+        open_source(tmp_path / "trian.jsonl", tmp_path)
+    assert "did you mean train.jsonl" in error.value.fix
+    with pytest.raises(DataError, match="there is no file"):
+        open_source(["a raw text", "another"], tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_empty_files_are_named(tmp_path, name, content):
+    file = write(tmp_path / name, content)
+    with pytest.raises(DataError, match=f"{file} is empty"):
+        rows_of(file, tmp_path)
+
+
+def test_what_is_no_source(tmp_path):
+    write(tmp_path / "empty" / "notes.md", "x")
+    for data, message in (
+        (f"{tmp_path}/*.jsonl", "matches no file"),
+        (tmp_path / "empty", "holds no .jsonl"),
+        (tmp_path / "empty" / "notes.md", "of a kind that cannot be read"),
+        ({"text": "x"}, "is a dict"),
+        (3, "is a int"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "DatasetDict of train"),
+        ([{"text": "x"}, "y"], "row 2 is a str"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_source(data, tmp_path / "spool")
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_an_error_of_the_users_iterable_is_theirs_and_leaves_nothing(tmp_path):
+    def rows():
+        yield {"text": "x"}
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        open_source(rows(), tmp_path / "spool")
+    assert list((tmp_path / "spool").iterdir()) == []
