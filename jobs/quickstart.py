@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from jobs.flags import add_config_flags, config_from_flags
 from jobs.stdlib_rows import Row, docstring_chats, source_chats
-from raycp.config import FitConfig, OptimConfig
+from raycp.config import ElasticConfig, FitConfig, OptimConfig
 from raycp.errors import ConfigError, ModelError, RaycpError
 
 LONG_DOCUMENTS = 4
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         device="cpu",
         dtype="bfloat16" if cpu_has_fast_bfloat16() else "float32",
         optim=OptimConfig(lr=2e-4, warmup=1),
+        elastic=ElasticConfig(heartbeat_timeout=300.0),  # two ranks that de-quantise a model on a busy laptop are slow
     )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default=str(ROOT / "runs" / "quickstart"), help="default: %(default)s")

@@ -130,5 +130,25 @@ def test_what_is_pinned_is_inside_the_bounds() -> None:
     assert outside == []
 
 
+def test_every_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(t for extra in project["optional-dependencies"].values() for t in extra)]
+    declared = {canonical(re.split(r"[\[<>=]", text)[0]) for text in texts}
+    imported = {name for path in SOURCES for name in third_party(path.read_text(encoding="utf-8"))}
+    assert {canonical(name) for name in imported} - declared == set()
+    assert third_party("import os, requests\nfrom yaml.nodes import Node\nfrom raycp import fit") == {
+        "requests",
+        "yaml",
+    }
+
+
+def third_party(text: str) -> set[str]:
+    """Top-level names that the text imports and that are neither ours nor the standard library's."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0]
+    return {name.split(".")[0] for name in names} - set(SOURCE_FOLDERS) - sys.stdlib_module_names
+
+
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
