@@ -23,7 +23,7 @@ from data_pipeline import Cursor, StepSchedule
 from raycp.config import FitConfig
 from raycp.driver.cluster import ClusterHandle, live_nodes
 from raycp.driver.display import Display, draw_losses
-from raycp.driver.membership import Member, Membership
+from raycp.driver.membership import CONTROL, Member, Membership
 from raycp.driver.placement import Reservation, allocate, describe_slots, order_ranks
 from raycp.driver.probe import check_packages, raise_if_any
 from raycp.driver.record import RunRecord
@@ -59,7 +59,7 @@ class Outcome:
     status: str
     checkpoint: Path | None
     export: Path | None
-    goodput: float
+    goodput: float = 1.0
 
 
 @dataclass(kw_only=True)
@@ -189,7 +189,7 @@ class Controller:
 
         check_packages([share.node for share in reservation.shares])
         resource = self._spec.device.ray_resource
-        remote = ray.remote(concurrency_groups={"control": 2}, max_restarts=0, max_task_retries=0)(TrainWorker)
+        remote = ray.remote(concurrency_groups={CONTROL: 2}, max_restarts=0, max_task_retries=0)(TrainWorker)
         accelerator: dict[str, Any] = {}
         if resource == "GPU":
             accelerator = {"num_gpus": 1}

@@ -17,6 +17,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from raycp.errors import RaycpError, WorkerError
 from workers.messages import Probe
 
+CONTROL = "control"
+"""Concurrency group of the actor's methods that are answered while a step runs."""
 POLL_SECONDS = 1.0
 BLAME_SECONDS = 3.0
 """How long the driver waits for the other ranks' versions after the first failure."""
@@ -103,7 +105,11 @@ class Membership:
 
     def abort(self, ranks: Sequence[int] | None = None) -> None:
         """Orders members to cut their groups; does not wait longer than a second for those that do not answer."""
-        calls = [m.actor.abort.remote(self.generation) for m in self.members if ranks is None or m.rank in ranks]
+        calls = [
+            m.actor.abort.options(concurrency_group=CONTROL).remote(self.generation)
+            for m in self.members
+            if ranks is None or m.rank in ranks
+        ]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=1.0)
 
@@ -131,7 +137,7 @@ class Membership:
                 self._heard[member.rank] = now
                 if self._watch is not None and member.rank == chosen[0].rank:
                     self._watch(beat)
-            self._beats[member.rank] = member.actor.progress.remote()
+            self._beats[member.rank] = member.actor.progress.options(concurrency_group=CONTROL).remote()
         return None
 
     def _fail(self, failures: dict[int, BaseException], pending: dict[Any, Member], what: str) -> None:

@@ -92,6 +92,6 @@ def test_rebuild_in_place_with_another_grid_and_only_with_a_newer_generation() -
 
 
 def test_a_store_that_nobody_hosts_is_named() -> None:
+    nowhere = rendezvous(0, RankGrid(dp=1, ring=1), port=1, timeout=2.0)
     with pytest.raises(ClusterError, match=r"store 127\.0\.0\.1:1"):
-        nowhere = rendezvous(0, RankGrid(dp=1, ring=1), port=1, timeout=2.0)
         ProcessGroups.create(nowhere, device=CPU, address=LOOPBACK)

@@ -1,0 +1,78 @@
+"""Workers that fail on purpose: at a given step, one rank raises, dies, freezes, or computes something wrong.
+
+Each fault happens once per marker file, so that the same command, run again, goes through.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from workers.actor import TrainWorker
+from workers.messages import RunSpec, StepReport, StepRequest
+
+FAULT_STEP = 3
+FAULT_RANK = 1
+
+
+class _Faulty(TrainWorker):
+    """`fault()` is called on rank `FAULT_RANK` at the start of step `FAULT_STEP`, once."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec)
+        self._marker = Path(spec.output_dir) / "fault-happened"
+
+    def step(self, request: StepRequest) -> StepReport:
+        groups = self._require_groups(request.generation)
+        if request.step == FAULT_STEP and groups.rendezvous.rank == FAULT_RANK and not self._marker.exists():
+            self._marker.touch()
+            return self._guard(request.generation, lambda: self.fault(request), step=request.step)
+        return super().step(request)
+
+    def fault(self, request: StepRequest) -> StepReport:
+        raise NotImplementedError
+
+
+class RaisingWorker(_Faulty):
+    """An error of this rank's own, in the middle of the step: the peers are already waiting for it."""
+
+    def fault(self, request: StepRequest) -> StepReport:
+        raise ValueError("planted: this rank alone cannot go on")
+
+
+class DyingWorker(_Faulty):
+    """SIGKILL, as from the kernel's out-of-memory killer."""
+
+    def fault(self, request: StepRequest) -> StepReport:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+class FrozenWorker(_Faulty):
+    """SIGSTOP: the process is there and never answers."""
+
+    def fault(self, request: StepRequest) -> StepReport:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError("woken up")
+
+
+class DivergingWorker(_Faulty):
+    """A parameter becomes NaN."""
+
+    def fault(self, request: StepRequest) -> StepReport:
+        state = self._require_state(request.generation)
+        with torch.no_grad():
+            for parameter in state.trainee.parameters():
+                parameter.fill_(float("nan"))
+        return super().step(request)
+
+
+class ForgetfulWorker(_Faulty):
+    """A planted fault in the arithmetic: this rank's optimizer state is lost at one step. Nothing raises."""
+
+    def fault(self, request: StepRequest) -> StepReport:
+        state = self._require_state(request.generation)
+        for entry in state.optimizer.state.values():
+            entry["exp_avg"].zero_()
+        return super().step(request)
