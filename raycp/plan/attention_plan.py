@@ -142,6 +142,14 @@ class AttentionPlan:
         self._check_rank(cp_rank)
         return self._shards()[cp_rank].num_tokens
 
+    @property
+    def padding_needed(self) -> int:
+        """1-token documents to append so that every rank holds a token; 0 if each does.
+
+        Attention runs with empty ranks, but the layers of Hugging Face models cannot reshape 0 rows.
+        """
+        return 0 if all(shard.num_tokens for shard in self._shards()) else 2 * self.grid.ring
+
     def work(self, cp_rank: int) -> int:
         """Visible score entries that `cp_rank` computes, summed over its query heads."""
         return self.program(cp_rank).area * self.num_heads

@@ -227,6 +227,18 @@ def test_empty_pack_gives_every_rank_an_empty_program() -> None:
     assert "0 tokens" in plan.explain()
 
 
+@settings(max_examples=100, deadline=None)
+@given(plan=plans)
+def test_padding_gives_every_rank_a_token(plan: AttentionPlan) -> None:
+    empty = any(plan.num_tokens(rank) == 0 for rank in range(plan.grid.cp))
+    assert (plan.padding_needed > 0) == empty
+    lengths = np.diff(plan.doc_ends, prepend=0).tolist() if plan.doc_ends else []
+    padded = build([*lengths, *[1] * plan.padding_needed], plan.grid.ring, plan.layout, plan.mask)
+    assert padded.padding_needed == 0
+    if empty:
+        assert not build([*lengths, *[1] * plan.padding_needed], plan.grid.ring, plan.layout).padding_needed
+
+
 def test_explain_has_a_line_per_rank() -> None:
     text = build([300, 200], 4).explain(head_dim=64)
     assert "500 tokens in 2 documents; ring, zigzag, causal; cp=4" in text

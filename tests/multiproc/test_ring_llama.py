@@ -1,0 +1,85 @@
+"""A tiny Llama on two and three ranks against one: isolation bit for bit, gradients, checkpointing, bf16."""
+
+import pytest
+import torch
+
+from raycp.attention import build_groups
+from raycp.plan import RankGrid
+from tests.multiproc.launcher import run_ranks
+from tests.unit.attention.llama import NUM_LAYERS, hidden_and_gradient, llama_plan, positions, tiny_llama, token_ids
+
+ENDS = [7, 30, 31, 57]
+Result = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], int]
+
+
+def _run(rank: int, world_size: int, ids: torch.Tensor, ends: list[int], checkpointing: bool = False) -> Result:
+    groups = build_groups(RankGrid(1, world_size))
+    model = tiny_llama()
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    hidden, grad, carrier = hidden_and_gradient(model, ids, llama_plan(ends, world_size), groups, keep=checkpointing)
+    assert carrier.stats.max_remote_blocks <= 2
+    parameters = [p.grad for p in model.base_model.parameters() if p.grad is not None]
+    return hidden, grad, parameters, carrier.stats.kernel_forward_calls
+
+
+def _gather(results: list[Result], ends: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    plan = llama_plan(ends, len(results))
+    order = torch.cat([torch.from_numpy(plan.token_index(rank)) for rank in range(len(results))])
+    whole = [torch.cat([r[i] for r in results])[torch.argsort(order)] for i in (0, 1)]
+    return whole[0], whole[1], [torch.stack(grads).sum(0) for grads in zip(*(r[2] for r in results), strict=True)]
+
+
+def _distance(x: torch.Tensor, ref: torch.Tensor) -> float:
+    return float((x - ref).norm() / ref.norm())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_together_equal_one_rank(world_size: int) -> None:
+    ids = token_ids(ENDS)
+    one = _gather([_run(0, 1, ids, ENDS)], ENDS)
+    many = _gather(run_ranks(_run, world_size, ids, ENDS), ENDS)
+    assert _distance(many[0], one[0]) < 2e-6
+    assert _distance(many[1], one[1]) < 5e-6
+    assert max(_distance(a, b) for a, b in zip(many[2], one[2], strict=True)) < 5e-6
+    leaked = _gather(run_ranks(_run, world_size, ids, [30, 31, 57]), [30, 31, 57])
+    assert _distance(leaked[0], one[0]) > 1e-2, "planted fault: joined documents must show"
+
+
+def test_a_changed_token_changes_no_bit_of_other_documents() -> None:
+    ids = token_ids(ENDS)
+    changed = ids.clone()
+    changed[3] = (ids[3] + 1) % 64
+    before, after = (_gather(run_ranks(_run, 2, x, ENDS), ENDS) for x in (ids, changed))
+    for x, y in zip(before[:2], after[:2], strict=True):
+        assert not torch.equal(x[:7], y[:7])
+        assert torch.equal(x[7:], y[7:])
+
+
+def test_checkpointing_recomputes_no_attention_and_changes_no_bit() -> None:
+    ids = token_ids(ENDS)
+    plain = run_ranks(_run, 2, ids, ENDS)
+    kept = run_ranks(_run, 2, ids, ENDS, True)
+    for a, b in zip(plain, kept, strict=True):
+        assert a[3] == b[3] == 2 * NUM_LAYERS
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+        assert all(torch.equal(x, y) for x, y in zip(a[2], b[2], strict=True))
+
+
+def _short_pack(rank: int, world_size: int) -> tuple[int, bool]:
+    """Two tokens on four ranks: padded so that every rank has a row for the model's layers."""
+    ends = [2]
+    padding = llama_plan(ends, world_size).padding_needed
+    ends += range(3, 3 + padding)
+    plan = llama_plan(ends, world_size)
+    hidden, _, _ = hidden_and_gradient(tiny_llama(), token_ids(ends), plan, build_groups(RankGrid(1, world_size)))
+    assert len(positions(ends)) == plan.pack_length
+    return len(hidden), bool(hidden.isfinite().all())
+
+
+def test_padding_lets_a_short_pack_through_the_model() -> None:
+    results = run_ranks(_short_pack, 4)
+    assert all(rows >= 1 and finite for rows, finite in results)
+    assert sum(rows for rows, _ in results) == 10
