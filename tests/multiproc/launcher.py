@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 _PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 """Imported once, by the server: importing transformers takes seconds in every rank otherwise."""
 
