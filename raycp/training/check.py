@@ -63,8 +63,9 @@ def check_model(config: "PretrainedConfig", longest_document: int, parallel: Par
     if longest_document > limit:
         found.append(
             Problem(
-                f"the longest document has {longest_document} tokens, and the model has {limit} positions",
-                f"set data.overflow='split' with seq_length={limit} or less, or give the model RoPE scaling",
+                f"the longest document has {longest_document} tokens, and the model has {limit} positions "
+                "(fragments of a split document keep their positions)",
+                f"set data.overflow='truncate' or 'drop' with seq_length={limit} or less, or give the model RoPE scaling",
             )
         )
     if getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):

@@ -7,7 +7,7 @@ micro-batch together with norm and head. Ranks without tokens or targets take pa
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raycp.attention import ATTENTION_NAME, register_attention
+from raycp.attention import ATTENTION_NAME, Carrier, register_attention
 from raycp.errors import ModelError
 from raycp.training.collectives import P2PAllGather, PairwiseReduceScatter
 from raycp.training.device import compute_dtype
@@ -23,10 +23,6 @@ from raycp.training.loss import IGNORE, chunked_cross_entropy
 from raycp.training.mesh import replicated
 from raycp.training.spec import ModelSpec
 from raycp.training.weights import empty_model, fill
-
-if TYPE_CHECKING:
-    from raycp.attention import Carrier
-
 
 __all__ = ["Heads", "ModelSpec", "Trainee", "build_trainee"]
 
@@ -73,7 +69,7 @@ class Trainee(nn.Module):
         position_ids: torch.Tensor,
         targets: torch.Tensor,
         weights: torch.Tensor | None,
-        carrier: "Carrier",
+        carrier: Carrier,
         scale: float,
     ) -> torch.Tensor:
         """Loss of this rank's share of one micro-batch.
@@ -89,10 +85,23 @@ class Trainee(nn.Module):
         Returns:
             fp32 scalar; the loss of the step is its sum over ranks and micro-batches. Gradients are summed over ranks
             by FSDP2, so `backward()` on it is all there is to do.
+
+        Raises:
+            ModelError: a layer did not use the attention plan.
         """
+        plan: Carrier = carrier
+        if not ids.numel():
+            plan, ids, position_ids = _EmptyShard(carrier), ids.new_zeros(1), position_ids.new_zeros(1)
         hidden = self.lm.base_model(
-            input_ids=ids[None], position_ids=position_ids[None], use_cache=False, cp_plan=carrier
+            input_ids=ids[None], position_ids=position_ids[None], use_cache=False, cp_plan=plan
         ).last_hidden_state[0]  # [t, h]
+        layers = int(self.lm.config.num_hidden_layers)
+        if len(carrier.calls) != layers:
+            raise ModelError(
+                f"{self.lm.config.model_type}: {len(carrier.calls)} of {layers} layers used the attention plan, so "
+                "documents of a pack would see each other",
+                fix="use a supported model type, and build it with attn_implementation='raycp'",
+            )
         rows = torch.nonzero(targets != IGNORE).flatten()
         return chunked_cross_entropy(
             hidden.index_select(0, rows),
@@ -103,6 +112,24 @@ class Trainee(nn.Module):
             scale=scale,
             logit_scale=self._logit_scale,
         )
+
+
+class _EmptyShard(Carrier):
+    """Attention of a rank that holds no token.
+
+    Models do not run on 0 rows (`view(1, 0, -1, head_dim)` is ambiguous). One row without a target goes through the
+    layers, attention leaves it out, and all its gradients are exactly 0.
+    """
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Carrier) -> None:
+        super().__init__(inner.plan, inner.groups)
+        self._inner = inner
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        out = self._inner.attend(layer, q[:0], k[:0], v[:0], scale)
+        return torch.cat((out, q.new_zeros(1, q.shape[1], v.shape[2])))
 
 
 def build_trainee(

@@ -6,6 +6,7 @@ alone, so they are bit-equal for every (dp, cp) and every way of sharding. GGUF 
 (transformers has no partial read): one fp32 copy of the model in host memory while it loads.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -29,7 +30,8 @@ def empty_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        # A copy: `from_config` writes the attention's name into the configuration, also into one that a model uses.
+        lm = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32)
     lm.tie_weights()
     return lm
 

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.multiproc.launcher import run_ranks
+from tests.multiproc.launcher import RankError, run_ranks
 from tests.multiproc.training_cases import Case, Result, difference, run_cases, run_reference
 
 TOLERANCE = 1e-5
@@ -58,9 +58,20 @@ def name(value: object) -> str:
 
 
 @cache
-def results(world_size: int) -> dict[Case, Result]:
+def _launch(world_size: int) -> dict[Case, Result] | RankError:
+    """One launch per world size, also when it fails."""
     cases = BY_WORLD[world_size] + (FAULTS if world_size == 2 else [])
-    return dict(zip(cases, run_ranks(run_cases, world_size, cases, timeout=150)[0], strict=True))
+    try:
+        return dict(zip(cases, run_ranks(run_cases, world_size, cases, timeout=150)[0], strict=True))
+    except RankError as error:
+        return error
+
+
+def results(world_size: int) -> dict[Case, Result]:
+    found = _launch(world_size)
+    if isinstance(found, RankError):
+        raise found
+    return found
 
 
 @cache

@@ -60,7 +60,9 @@ class TestPack:
     doc_ends: tuple[int, ...]
 
 
-def make_pack(lengths: Sequence[int], seed: int, *, weighted: bool = False, trained: Sequence[int] | None = None) -> TestPack:
+def make_pack(
+    lengths: Sequence[int], seed: int, *, weighted: bool = False, trained: Sequence[int] | None = None
+) -> TestPack:
     """Random documents of these lengths; only those listed in `trained` have targets (default: all)."""
     g = torch.Generator().manual_seed(seed)
     total = sum(lengths)
@@ -155,18 +157,25 @@ class StaleCommunicator:
 
 
 def micro_batch_loss(
-    trainee: Trainee, pack: TestPack, grid: RankGrid, groups: Groups, scale: float, *, layout: str = "zigzag", fault: str = ""
+    trainee: Trainee,
+    pack: TestPack,
+    grid: RankGrid,
+    groups: Groups,
+    scale: float,
+    *,
+    layout: str = "zigzag",
+    fault: str = "",
 ) -> torch.Tensor:
     """This rank's share of the loss of one pack."""
     ends = (pack.doc_ends[-1],) if fault == "leaked document" else pack.doc_ends
     heads = trainee.heads
-    plan = AttentionPlan.build(
-        ends, grid, layout=layout, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads
-    )
+    plan = AttentionPlan.build(ends, grid, layout=layout, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
     index = torch.from_numpy(plan.token_index(groups.cp_rank))
     carrier = Carrier(plan, groups, keep=trainee.activation_checkpointing)
     weights = None if pack.weights is None else pack.weights[index]
-    loss: torch.Tensor = trainee(pack.ids[index], pack.position_ids[index], pack.targets[index], weights, carrier, scale)
+    loss: torch.Tensor = trainee(
+        pack.ids[index], pack.position_ids[index], pack.targets[index], weights, carrier, scale
+    )
     return loss
 
 
