@@ -65,7 +65,7 @@ def check_model(config: "PretrainedConfig", longest_document: int, parallel: Par
             Problem(
                 f"the longest document has {longest_document} tokens, and the model has {limit} positions "
                 "(fragments of a split document keep their positions)",
-                f"set data.overflow='truncate' or 'drop' with seq_length={limit} or less, or give the model RoPE scaling",
+                f"set data.overflow='truncate' or 'drop' with seq_length={limit} or less, or use RoPE scaling",
             )
         )
     if getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):

@@ -1,6 +1,6 @@
 """Shared by the training tests: steps of a tiny Llama on a grid, and the same steps on one device.
 
-The reference is another code path: Hugging Face's own eager attention, one document at a time, no packing, no sharding,
+The reference is another code path: Hugging Face's own sdpa attention, one document at a time, no packing, no sharding,
 no chunked loss, plain autograd, in fp64. Faults are planted by wrapping what a step is given.
 """
 
@@ -234,8 +234,8 @@ def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Result]
 
 
 def plain_model(config: Any, seed: int = SEED) -> PreTrainedModel:
-    """The same random weights in a plain Hugging Face model with eager attention, fp64."""
-    lm = empty_model(config, "eager")
+    """The same random weights in a plain Hugging Face model, fp64 (its eager attention would use an fp32 softmax)."""
+    lm = empty_model(config, "sdpa")
     lm._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
     lm.tie_weights()  # `_apply` copies a tied weight twice
     fill(lm, ModelSpec.of(config), config, seed)

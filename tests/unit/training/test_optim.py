@@ -21,9 +21,9 @@ def model():
 def test_warm_up_rises_to_the_peak_and_then_never_rises(schedule):
     config = OptimConfig(lr=2.0, schedule=schedule, warmup=0.2, min_lr_ratio=0.1)
     rates = [learning_rate(s, 50, config) for s in range(1, 51)]
-    assert all(a < b for a, b in itertools.pairwise(rates))
+    assert all(a < b for a, b in itertools.pairwise(rates[:11]))
     assert rates[10] == pytest.approx(2.0)
-    assert all(a >= b for a, b in itertools.pairwise(rates))
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
     assert min(rates) > 0.0
     assert rates[-1] >= 0.1 * 2.0 or schedule == "constant"
 
