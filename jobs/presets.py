@@ -173,7 +173,7 @@ def missing_accelerators(config: FitConfig) -> str | None:
     if config.device == "cpu":
         return None
     if will_use_existing_cluster():
-        connect(workers=config.workers, resource=None)
+        connect(workers=config.workers)
         resources = total_resources()
         found, where = {"npu": int(resources.get("NPU", 0)), "cuda": int(resources.get("GPU", 0))}, "the Ray cluster"
     else:

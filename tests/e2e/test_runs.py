@@ -19,6 +19,8 @@ from raycp.events import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
+TOKEN = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": 64 * "7"}
+"""Token authentication as Ray does it by itself where it finds a token, with one that is not left in the home folder."""
 
 
 def run_job(*words: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
@@ -141,7 +143,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}", "--num-cpus=3"]
     command += ["--node-ip-address=127.0.0.1", f"--temp-dir={temp}", "--disable-usage-stats"]
     with (temp / "start.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=temp, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, cwd=temp, env=TOKEN, stdout=log, stderr=log, start_new_session=True)
     address = f"http://127.0.0.1:{dashboard}"
     try:
         deadline = time.monotonic() + 60
@@ -176,7 +178,7 @@ def reachable(port: int) -> bool:
 
 def submit(address: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--", sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=TOKEN, capture_output=True, text=True, check=False, timeout=280)
 
 
 @pytest.mark.slow
