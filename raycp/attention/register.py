@@ -1,9 +1,10 @@
 """The Hugging Face seam: an attention implementation named "raycp", and the carrier that brings it its plan.
 
 Guarantees: the plan arrives as the keyword argument `cp_plan` of the model call, in an object that is fresh per
-micro-batch, never from a global; what raycp does not compute (a mask tensor, dropout, a window, soft-capping, sinks, an
-option it does not know) is refused by name; the `scaling` of the model is used as it is. The name is registered with
-`AttentionInterface` only, not with the mask interface, so that transformers builds no mask (seen on 5.24).
+micro-batch, never from a global; what raycp does not compute (a mask tensor, dropout, soft-capping, sinks, a window
+that is not the plan's, an option it does not know) is refused by name; the `scaling` of the model is used as it is. The
+name is registered with `AttentionInterface` only, not with the mask interface, so that transformers builds no mask
+(seen on 5.24).
 
 A model is built with `attn_implementation="raycp"` and called as
 `model(ids, position_ids=..., use_cache=False, cp_plan=carrier)`.
@@ -186,17 +187,22 @@ def _check_options(layer: int, module: torch.nn.Module, plan: AttentionPlan, opt
             fix=f"build the plan with mask={'causal' if causal else 'full'!r}",
         )
     for name, value in options.items():
-        if value is None or name in _NO_EFFECT or name == "is_causal":
-            continue
-        if name == "sliding_window" and isinstance(value, int) and value >= plan.longest_document:
+        if value is None or name in _NO_EFFECT or name in ("is_causal", "sliding_window"):
             continue
         if name == "output_attentions" and not value:
             continue
         raise ModelError(
-            f"layer {layer} passes {name}={_describe(value)} to its attention, which raycp does not compute "
+            f"layer {layer} passes {name}={_describe(value)} to its attention, which raycp does not compute",
+            fix=f"use a model or config without {name}",
+        )
+    window = options.get("sliding_window")
+    if isinstance(window, int) and window >= plan.longest_document:
+        window = None
+    if window != plan.sliding_window:
+        raise ModelError(
+            f"layer {layer} passes sliding_window={window}, the plan has sliding_window={plan.sliding_window} "
             f"(longest document: {plan.longest_document} tokens)",
-            fix=f"use a model or config without {name}"
-            + (", or documents no longer than the window" if name == "sliding_window" else ""),
+            fix=f"build the plan with sliding_window={window}, or use documents no longer than the window",
         )
 
 

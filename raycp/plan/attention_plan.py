@@ -30,7 +30,7 @@ class AttentionPlan:
 
     Fields: `doc_ends` (host ints, ascending, last entry T), `grid`, `layout`, `algorithm`, `num_heads` (H),
     `num_kv_heads` (K), `mask` ("causal": a token sees itself and earlier tokens of its document; "full": its whole
-    document), `cost`.
+    document), `sliding_window` (None, or the keys that a query sees at most, itself included), `cost`.
     """
 
     doc_ends: tuple[int, ...]
@@ -40,6 +40,7 @@ class AttentionPlan:
     num_heads: int
     num_kv_heads: int
     mask: str
+    sliding_window: int | None
     cost: CostModel
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -68,7 +69,8 @@ class AttentionPlan:
             layout: "contiguous", "zigzag" or "auto".
             algorithm: "ring" or "auto".
             mask: "causal" or "full".
-            sliding_window: None, or at least as long as the longest document, where it hides nothing.
+            sliding_window: w: a query sees itself and the w - 1 keys before it, in its document. Not shorter than the
+                longest document is the same as None.
             cost: figures for `explain`.
 
         Raises:
@@ -82,13 +84,8 @@ class AttentionPlan:
         if algorithm != "auto":
             _check_choice("algorithm", algorithm, ALGORITHMS)
         _check_grid(grid)
-        longest = _longest(ends)
-        if sliding_window is not None and sliding_window < longest:
-            raise PlanError(
-                f"sliding_window={sliding_window} is shorter than the longest document ({longest} tokens): "
-                "windows are not available in this version",
-                fix=f"use documents of at most {sliding_window} tokens, or a model without sliding-window attention",
-            )
+        if sliding_window is not None:
+            _check_window(sliding_window, mask)
         return cls(
             doc_ends=ends,
             grid=grid,
@@ -97,6 +94,7 @@ class AttentionPlan:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             mask=mask,
+            sliding_window=None if sliding_window is None or sliding_window >= _longest(ends) else sliding_window,
             cost=CostModel() if cost is None else cost,
         )
 
@@ -119,7 +117,7 @@ class AttentionPlan:
         if "hash" not in self._cache:
             grid = self.grid
             facts = [VERSION, self.doc_ends, [grid.dp, grid.ring, grid.ulysses, grid.window], self.layout]
-            facts += [self.algorithm, self.num_heads, self.num_kv_heads, self.mask]
+            facts += [self.algorithm, self.num_heads, self.num_kv_heads, self.mask, self.sliding_window]
             self._cache["hash"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         digest: str = self._cache["hash"]
         return digest
@@ -128,7 +126,9 @@ class AttentionPlan:
         """What context-parallel rank `cp_rank` does in each step."""
         self._check_rank(cp_rank)
         if cp_rank not in self._cache:
-            self._cache[cp_rank] = ring_program(self._shards(), self.doc_ends, cp_rank, causal=self.mask == "causal")
+            self._cache[cp_rank] = ring_program(
+                self._shards(), self.doc_ends, cp_rank, causal=self.mask == "causal", window=self.sliding_window
+            )
         program: RankProgram = self._cache[cp_rank]
         return program
 
@@ -181,9 +181,10 @@ class AttentionPlan:
     def explain(self, *, head_dim: int = 128, itemsize: int = 2) -> str:
         """A table of one layer: tokens, work, kernel calls, traffic and estimated forward seconds of each rank."""
         grid = self.grid
+        window = "" if self.sliding_window is None else f" window {self.sliding_window}"
         lines = [
             f"{self.pack_length} tokens in {len(self.doc_ends)} documents; {self.algorithm}, {self.layout}, "
-            f"{self.mask}; cp={grid.cp} (ring {grid.ring} x ulysses {grid.ulysses})",
+            f"{self.mask}{window}; cp={grid.cp} (ring {grid.ring} x ulysses {grid.ulysses})",
             f"{'rank':>4} {'tokens':>8} {'entries':>16} {'calls':>6} {'sent MiB':>9} {'compute s':>10} {'link s':>10}",
         ]
         for rank in range(grid.cp):
@@ -234,6 +235,13 @@ def _check_grid(grid: RankGrid) -> None:
         raise PlanError(
             f"RankGrid(window={grid.window}): double rings are not available in this version", fix="set window=1"
         )
+
+
+def _check_window(window: int, mask: str) -> None:
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise PlanError(f"sliding_window={window!r} is not a whole number of at least 1", fix="pass None for no window")
+    if mask != "causal":
+        raise PlanError(f"sliding_window={window} with mask={mask!r}", fix="use mask='causal', or sliding_window=None")
 
 
 def _check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -19,6 +19,8 @@ class MaskKind(Enum):
     """Query i of the block sees keys 0 to i of the block; the block is square."""
     DIAGONAL = "diagonal"
     """Query i of the block sees key i only; the block is square. A run of 1-token documents (padding) is one block."""
+    BAND = "band"
+    """Query i of the block sees keys j with `lower <= j - i <= upper`, at least one of them: a sliding window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,11 @@ class Slice:
 
     Queries are rows of the rank's own shard; keys are rows of the K/V block of the step.
 
+    `lower` and `upper` bound key minus query of a band, both counted inside the block; other kinds ignore them.
+
     Raises:
-        PlanError: an empty side, a negative bound, or a causal or diagonal block that is not square.
+        PlanError: an empty side, a negative bound, a causal or diagonal block that is not square, or a band in which a
+            query sees no key.
     """
 
     q_start: int
@@ -57,12 +62,19 @@ class Slice:
     k_start: int
     k_stop: int
     kind: MaskKind
+    lower: int = 0
+    upper: int = 0
 
     def __post_init__(self) -> None:
         if not (0 <= self.q_start < self.q_stop and 0 <= self.k_start < self.k_stop):
             raise PlanError(f"{self} has an empty or negative side", fix="leave empty slices out of the plan")
-        if self.kind is not MaskKind.FULL and self.q_stop - self.q_start != self.k_stop - self.k_start:
+        num_q, num_k = self.q_stop - self.q_start, self.k_stop - self.k_start
+        if self.kind in (MaskKind.CAUSAL, MaskKind.DIAGONAL) and num_q != num_k:
             raise PlanError(f"{self} is not square", fix="cut it into a full and a square part")
+        if self.kind is MaskKind.BAND and not (
+            self.lower <= self.upper and self.upper >= 0 and self.lower <= num_k - num_q
+        ):
+            raise PlanError(f"{self} has a query that sees no key", fix="trim the queries to those that see a key")
 
     @property
     def area(self) -> int:
@@ -75,3 +87,13 @@ class Slice:
                 return num_q * (num_q + 1) // 2
             case MaskKind.DIAGONAL:
                 return num_q
+            case MaskKind.BAND:
+                return _below(num_q, num_k, self.upper) - _below(num_q, num_k, self.lower - 1)
+
+
+def _below(num_q: int, num_k: int, bound: int) -> int:
+    """Pairs (i, j) of a num_q x num_k block with `j - i <= bound`: row i has i + bound + 1, cut to [0, num_k]."""
+    first = min(max(-bound - 1, 0), num_q)  # rows before it have none
+    full = min(max(num_k - bound - 1, first), num_q)  # rows from here on have all
+    growing = full - first
+    return growing * (first + bound + 1) + growing * (growing - 1) // 2 + (num_q - full) * num_k

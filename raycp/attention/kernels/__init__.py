@@ -25,7 +25,7 @@ __all__ = ["CpuFlashKernel", "Kernel", "ReferenceKernel", "kernel_for"]
 
 
 class Kernel(Protocol):
-    """Attention over the slices of one step. A query row is in at most one slice of a step."""
+    """Attention over the slices of one step, which are in ascending order of `q_start` and share no visible pair."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: Sequence[Slice], scale: float

@@ -73,8 +73,13 @@ def dense_attention(
     return _forward(q, k, v, visible, scale)[0]
 
 
-def sawtooth(doc_ends: Sequence[int], *, causal: bool = True) -> torch.Tensor:
+def sawtooth(doc_ends: Sequence[int], *, causal: bool = True, window: int | None = None) -> torch.Tensor:
     """The dense mask of a pack, bool [T, T]: True where the query (row) sees the key (column).
+
+    Args:
+        doc_ends: where each document ends.
+        causal: False: a query sees its whole document.
+        window: a query sees at most so many keys, itself and those before it.
 
     Raises:
         PlanError: more than 8 192 tokens.
@@ -84,7 +89,8 @@ def sawtooth(doc_ends: Sequence[int], *, causal: bool = True) -> torch.Tensor:
     ends = torch.tensor(list(doc_ends), dtype=torch.int64)
     document = torch.searchsorted(ends, torch.arange(total), right=True)
     same = document[:, None] == document[None, :]
-    return same.tril() if causal else same
+    same = same.tril() if causal else same
+    return same if window is None else same.triu(1 - window)
 
 
 def visible_in(slices: Sequence[Slice], num_q: int, num_k: int, device: torch.device) -> torch.Tensor:
@@ -93,8 +99,16 @@ def visible_in(slices: Sequence[Slice], num_q: int, num_k: int, device: torch.de
     visible = torch.zeros(num_q, num_k, dtype=torch.bool, device=device)
     for s in slices:
         block = torch.ones(s.q_stop - s.q_start, s.k_stop - s.k_start, dtype=torch.bool, device=device)
-        block = block.tril() if s.kind is not MaskKind.FULL else block
-        visible[s.q_start : s.q_stop, s.k_start : s.k_stop] = block.triu() if s.kind is MaskKind.DIAGONAL else block
+        match s.kind:
+            case MaskKind.CAUSAL:
+                block = block.tril()
+            case MaskKind.DIAGONAL:
+                block = block.tril().triu()
+            case MaskKind.BAND:
+                block = block.tril(s.upper).triu(s.lower)
+            case MaskKind.FULL:
+                pass
+        visible[s.q_start : s.q_stop, s.k_start : s.k_stop] |= block
     return visible
 
 

@@ -2,18 +2,24 @@
 
 Guarantees: fp32 log-sum-exp, so partial results can be merged; grouped heads without copies; D != Dv by padding with
 zeros. Costs about 11 us a call forward and 17 us backward. The op does not skip masked keys inside its block of 512, so
-a causal slice of up to 512 rows costs as much as a full one. Inputs fp32, bf16 or fp16; sums inside are fp32.
+a causal slice of up to 512 rows costs as much as a full one. A band is cut into strips of 256 queries, each with a mask
+tensor of its own: 256 x (window + 256) numbers at a time. Inputs fp32, bf16 or fp16; sums inside are fp32.
 
 Legend: t query rows, s key rows of the step's block, H query heads, K key/value heads, D head dim, Dv value dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
 from raycp.attention.kernels.diagonal import diagonal_backward, diagonal_forward
+from raycp.attention.merge import merge_
 from raycp.plan import MaskKind, Slice
+
+STRIP = 256
+"""Queries of a band that are computed in one call."""
 
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -30,21 +36,27 @@ class CpuFlashKernel:
         q, k, v = _same_width(q, k, v)
         out = q.new_zeros(len(q), q.shape[1], value_dim, dtype=torch.float32)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        for s in slices:
-            rows, cols = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
-            if s.kind is MaskKind.DIAGONAL:
-                out[rows], lse[rows] = diagonal_forward(q[rows], k[cols], v[cols, :, :value_dim], scale)
-                continue
-            part, part_lse = _forward_op(
-                _heads_first(q[rows]),
-                _heads_first(k[cols]),
-                _heads_first(v[cols]),
-                0.0,
-                s.kind is MaskKind.CAUSAL,
-                scale=scale,
-            )
-            out[rows] = part[0].transpose(0, 1)[..., :value_dim]
-            lse[rows] = part_lse[0].t()
+        written = 0
+        for call in _calls(slices, q):
+            rows, cols = call.rows, call.cols
+            if call.kind is MaskKind.DIAGONAL:
+                part, part_lse = diagonal_forward(q[rows], k[cols], v[cols], scale)
+            else:
+                part, part_lse = _forward_op(
+                    _heads_first(q[rows]),
+                    _heads_first(k[cols]),
+                    _heads_first(v[cols]),
+                    0.0,
+                    call.kind is MaskKind.CAUSAL,
+                    attn_mask=call.mask,
+                    scale=scale,
+                )
+                part, part_lse = part[0].transpose(0, 1), part_lse[0].t()
+            if rows.start < written:  # a row of an earlier slice: only windows have that
+                merge_(out[rows], lse[rows], part[..., :value_dim], part_lse)
+            else:
+                out[rows], lse[rows] = part[..., :value_dim], part_lse
+            written = max(written, rows.stop)
         return out, lse
 
     def backward(
@@ -65,31 +77,55 @@ class CpuFlashKernel:
         dq = torch.zeros(*q.shape[:2], head_dim, dtype=torch.float32, device=q.device)
         dk = torch.zeros(*k.shape[:2], head_dim, dtype=torch.float32, device=q.device)
         dv = torch.zeros(*v.shape[:2], value_dim, dtype=torch.float32, device=q.device)
-        for s in slices:
-            rows, cols = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
-            if s.kind is MaskKind.DIAGONAL:
-                part_q, part_k, part_v = diagonal_backward(
-                    dout[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], scale
+        for call in _calls(slices, q):
+            rows, cols = call.rows, call.cols
+            if call.kind is MaskKind.DIAGONAL:
+                parts = diagonal_backward(dout[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], scale)
+            else:
+                heads_first = _backward_op(
+                    _heads_first(dout[rows]),
+                    _heads_first(q[rows]),
+                    _heads_first(k[cols]),
+                    _heads_first(v[cols]),
+                    _heads_first(out[rows]),
+                    lse[rows].t()[None],
+                    0.0,
+                    call.kind is MaskKind.CAUSAL,
+                    attn_mask=call.mask,
+                    scale=scale,
                 )
-                dq[rows] = part_q[..., :head_dim]
-                dk[cols] += part_k[..., :head_dim]
-                dv[cols] += part_v[..., :value_dim]
-                continue
-            part_q, part_k, part_v = _backward_op(
-                _heads_first(dout[rows]),
-                _heads_first(q[rows]),
-                _heads_first(k[cols]),
-                _heads_first(v[cols]),
-                _heads_first(out[rows]),
-                lse[rows].t()[None],
-                0.0,
-                s.kind is MaskKind.CAUSAL,
-                scale=scale,
-            )
-            dq[rows] = part_q[0].transpose(0, 1)[..., :head_dim]
-            dk[cols] += part_k[0].transpose(0, 1)[..., :head_dim]
-            dv[cols] += part_v[0].transpose(0, 1)[..., :value_dim]
+                parts = tuple(x[0].transpose(0, 1) for x in heads_first)
+            dq[rows] += parts[0][..., :head_dim]
+            dk[cols] += parts[1][..., :head_dim]
+            dv[cols] += parts[2][..., :value_dim]
         return dq, dk, dv
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of the op: rows of q, rows of k and v, and an additive mask [rows, cols] for a part of a band."""
+
+    rows: slice
+    cols: slice
+    kind: MaskKind
+    mask: torch.Tensor | None = None
+
+
+def _calls(slices: Sequence[Slice], q: torch.Tensor) -> Iterator[_Call]:
+    for s in slices:
+        if s.kind is not MaskKind.BAND:
+            yield _Call(slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), s.kind)
+            continue
+        for first in range(0, s.q_stop - s.q_start, STRIP):
+            last = min(first + STRIP, s.q_stop - s.q_start) - 1
+            low, high = max(0, first + s.lower), min(s.k_stop - s.k_start, last + s.upper + 1)
+            distance = (
+                torch.arange(low, high, device=q.device) - torch.arange(first, last + 1, device=q.device)[:, None]
+            )
+            hidden = (distance < s.lower) | (distance > s.upper)
+            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+            rows = slice(s.q_start + first, s.q_start + last + 1)
+            yield _Call(rows, slice(s.k_start + low, s.k_start + high), s.kind, mask)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Case:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     amplitude: float = 1.0
+    window: int | None = None
 
     @property
     def doc_ends(self) -> list[int]:
@@ -48,6 +49,7 @@ class Case:
             num_kv_heads=self.num_kv_heads,
             layout=self.layout,
             mask=self.mask,
+            sliding_window=self.window,
         )
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,6 +73,7 @@ def random_case(rng: random.Random, *, max_ring: int, max_tokens: int = 120) -> 
         lambda: [1, rng.randint(max_tokens // 2, max_tokens), 1, rng.randint(1, 9)],
     ]
     num_kv_heads = rng.choice([1, 1, 2, 3])
+    mask = rng.choice(["causal", "causal", "full"])
     head_dim = rng.choice([4, 8, 16])
     return Case(
         lengths=tuple(rng.choice(kinds)()),
@@ -80,8 +83,9 @@ def random_case(rng: random.Random, *, max_ring: int, max_tokens: int = 120) -> 
         head_dim=head_dim,
         value_dim=rng.choice([head_dim, head_dim, 6, 12]),
         layout=rng.choice(["zigzag", "contiguous"]),
-        mask=rng.choice(["causal", "causal", "full"]),
+        mask=mask,
         seed=rng.randrange(1 << 30),
+        window=rng.choice([None, None, rng.randint(1, max_tokens)]) if mask == "causal" else None,
     )
 
 
@@ -89,7 +93,7 @@ def expected(case: Case) -> tuple[torch.Tensor, ...]:
     """out, dq, dk, dv of one device, fp64."""
     q, k, v, dout = case.tensors()
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    visible = sawtooth(case.doc_ends, causal=case.mask == "causal")
+    visible = sawtooth(case.doc_ends, causal=case.mask == "causal", window=case.window)
     out = dense_attention(*leaves, visible, case.head_dim**-0.5)
     out.backward(dout.double())
     grads = [x.grad for x in leaves]

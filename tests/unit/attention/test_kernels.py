@@ -98,6 +98,35 @@ def test_one_token_documents_have_exact_zero_gradients_of_q_and_k() -> None:
     assert torch.allclose(dv, dout.view(12, 2, 2, 6).sum(2))
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
+def test_bands_and_rows_of_several_slices(kernel: Kernel) -> None:
+    slices = (
+        Slice(0, 12, 0, 13, MaskKind.BAND, -3, 1),
+        Slice(3, 6, 8, 13, MaskKind.FULL),
+        Slice(8, 12, 0, 4, MaskKind.BAND, -2, 0),
+    )
+    q, k, v, dout = _tensors(4, 2, 8, 6, torch.float32)
+    ref, grads = _autograd(q, k, v, dout, visible_in(slices, 12, 13, q.device), 0.3)
+    out, lse = kernel.forward(q, k, v, slices, 0.3)
+    assert _error(out, ref) < 1e-6
+    for x, grad in zip(kernel.backward(dout, q, k, v, out, lse, slices, 0.3), grads, strict=True):
+        assert _error(x, grad) < 1e-6
+
+
+def test_band_over_several_strips() -> None:
+    generator = torch.Generator().manual_seed(8)
+    q, k, v, dout = (torch.randn(600, 2, 8, generator=generator) for _ in range(4))
+    slices = (Slice(0, 600, 0, 600, MaskKind.BAND, -99, 0),)
+    visible = sawtooth([600], window=100)
+    assert torch.equal(visible_in(slices, 600, 600, q.device), visible)
+    ref, grads = _autograd(q, k, v, dout, visible, 0.3)
+    kernel = CpuFlashKernel()
+    out, lse = kernel.forward(q, k, v, slices, 0.3)
+    assert _error(out, ref) < 1e-6
+    for x, grad in zip(kernel.backward(dout, q, k, v, out, lse, slices, 0.3), grads, strict=True):
+        assert _error(x, grad) < 1e-6
+
+
 def test_sawtooth_of_the_golden_pack() -> None:
     seen = [torch.nonzero(row).flatten().tolist() for row in sawtooth([3, 7])]
     assert seen == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [3, 4, 5, 6]]

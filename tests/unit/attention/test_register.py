@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from raycp.attention import ATTENTION_NAME, Carrier, attention_forward, build_groups, register_attention
 from raycp.attention.kernels import CpuFlashKernel
 from raycp.errors import ModelError
-from raycp.plan import RankGrid, Slice
+from raycp.plan import AttentionPlan, RankGrid, Slice
 from tests.unit.attention.llama import NUM_LAYERS, hidden_and_gradient, llama_plan, positions, tiny_llama, token_ids
 
 ENDS = [7, 30, 31, 45]
@@ -150,7 +150,7 @@ def test_scaling_of_the_model_is_used() -> None:
     [
         ({"attention_mask": torch.ones(1, 1, 45, 45)}, "mask tensor of shape"),
         ({"dropout": 0.1}, "dropout=0.1"),
-        ({"sliding_window": 22}, "sliding_window=22"),
+        ({"sliding_window": 22}, "sliding_window=22, the plan has sliding_window=None"),
         ({"softcap": 50.0}, "softcap=50.0"),
         ({"s_aux": torch.zeros(4)}, "s_aux=a tensor"),
         ({"output_attentions": True}, "output_attentions=True"),
@@ -180,6 +180,18 @@ def test_options_without_effect_are_accepted(options: dict[str, object]) -> None
     plain = attention_forward(_Layer(), *_qkv(), None, cp_plan=_carrier())[0]
     assert plain.shape == (1, 45, 4, 8)
     assert torch.equal(attention_forward(_Layer(), *_qkv(), None, cp_plan=_carrier(), **options)[0], plain)  # type: ignore[arg-type]
+
+
+def test_window_of_the_model_must_be_that_of_the_plan() -> None:
+    plan = AttentionPlan.build(ENDS, RankGrid(1, 1), num_heads=4, num_kv_heads=2, sliding_window=9)
+    groups = build_groups(RankGrid(1, 1))
+    plain = attention_forward(_Layer(), *_qkv(), None, cp_plan=_carrier())[0]
+    found = attention_forward(_Layer(), *_qkv(), None, cp_plan=Carrier(plan, groups), sliding_window=9)[0]
+    assert torch.allclose(found[:, :7], plain[:, :7], rtol=0, atol=1e-6)
+    assert not torch.allclose(found, plain, rtol=0, atol=1e-2)
+    for options in ({}, {"sliding_window": 10}):
+        with pytest.raises(ModelError, match="the plan has sliding_window=9"):
+            attention_forward(_Layer(), *_qkv(), None, cp_plan=Carrier(plan, groups), **options)
 
 
 def test_batches_and_layers_without_a_number_are_refused() -> None:

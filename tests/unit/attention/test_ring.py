@@ -43,6 +43,17 @@ def test_named_shapes_agree_with_the_oracle(
         assert _worst(case) <= TOLERANCE, case
 
 
+@pytest.mark.parametrize("ring", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("window", [1, 2, 17, 60, 61])
+def test_sliding_windows_agree_with_the_oracle(ring: int, layout: str, window: int) -> None:
+    case = Case((5, 1, 61, 1, 1, 30), ring, layout=layout, window=window)
+    assert _worst(case) <= TOLERANCE
+    if window in (2, 17):
+        wider = Case(case.lengths, ring, layout=layout, window=window + 1)
+        assert max(_errors_in(case, case, run_in_memory(case, plan=wider.plan())).values()) > 1e-2, "planted fault"
+
+
 def test_reference_kernel_runs_the_same_schedule() -> None:
     assert _worst(LONG, kernel=ReferenceKernel()) <= 2e-7
 

@@ -11,26 +11,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycp.errors import PlanError
-from raycp.plan import AttentionPlan, CostModel, MaskKind, Range, RankGrid, RankProgram, Transfer
+from raycp.plan import AttentionPlan, CostModel, MaskKind, Range, RankGrid, RankProgram, Slice, Transfer
 
 plans = st.builds(
-    lambda lengths, ring, layout, mask: build(lengths, ring, layout, mask),
+    lambda lengths, ring, layout, mask, window: build(
+        lengths, ring, layout, mask, window if mask == "causal" else None
+    ),
     st.lists(st.integers(1, 20), min_size=0, max_size=7),
     st.integers(1, 6),
     st.sampled_from(["zigzag", "contiguous"]),
     st.sampled_from(["causal", "full"]),
+    st.none() | st.integers(1, 24),
 )
 
 
-def build(lengths: list[int], ring: int, layout: str = "auto", mask: str = "causal") -> AttentionPlan:
-    ends = np.cumsum(lengths).tolist()
-    return AttentionPlan.build(ends, RankGrid(1, ring), num_heads=4, num_kv_heads=2, layout=layout, mask=mask)
+def build(
+    lengths: list[int], ring: int, layout: str = "auto", mask: str = "causal", window: int | None = None
+) -> AttentionPlan:
+    return AttentionPlan.build(
+        np.cumsum(lengths).tolist(),
+        RankGrid(1, ring),
+        num_heads=4,
+        num_kv_heads=2,
+        layout=layout,
+        mask=mask,
+        sliding_window=window,
+    )
 
 
 def visible_pairs(plan: AttentionPlan) -> npt.NDArray[np.int64]:
     """What the mask says, by brute force."""
     document = np.searchsorted(plan.doc_ends, np.arange(plan.pack_length), side="right")
     same = document[:, None] == document[None, :]
+    if plan.sliding_window is not None:
+        same = np.triu(same, 1 - plan.sliding_window)
     return np.tril(same).astype(np.int64) if plan.mask == "causal" else same.astype(np.int64)
 
 
@@ -46,10 +60,20 @@ def computed_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> npt.NDAr
                 q, k = indices[rank][s.q_start : s.q_stop], keys[s.k_start : s.k_stop]
                 assert len(q) == s.q_stop - s.q_start
                 assert len(k) == s.k_stop - s.k_start
-                block = np.ones((len(q), len(k)), dtype=np.int64)
-                block = block if s.kind is MaskKind.FULL else np.tril(block)
-                count[np.ix_(q, k)] += np.triu(block) if s.kind is MaskKind.DIAGONAL else block
+                count[np.ix_(q, k)] += entries(s)
     return count
+
+
+def entries(s: Slice) -> npt.NDArray[np.int64]:
+    """The block as a dense 0 / 1 matrix."""
+    distance = np.arange(s.k_stop - s.k_start)[None, :] - np.arange(s.q_stop - s.q_start)[:, None]
+    low, high = {
+        MaskKind.FULL: (-(1 << 40), 1 << 40),
+        MaskKind.CAUSAL: (-(1 << 40), 0),
+        MaskKind.DIAGONAL: (0, 0),
+        MaskKind.BAND: (s.lower, s.upper),
+    }[s.kind]
+    return ((low <= distance) & (distance <= high)).astype(np.int64)
 
 
 def check_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> None:
@@ -76,8 +100,13 @@ def check_transfers(plan: AttentionPlan, programs: list[RankProgram]) -> None:
             for t in step.receives:
                 assert Transfer(rank, t.rows) in programs[t.peer].steps[step.index].sends
                 assert all(a.stop < b.start for a, b in zip(t.rows, t.rows[1:], strict=False))
+            starts = [s.q_start for s in step.slices]
+            assert starts == sorted(starts)
+            assert all(entries(s).sum() == s.area for s in step.slices)
+            assert all(entries(s).any(1).all() for s in step.slices), "a query of a slice sees no key"
             queries = [x for s in step.slices for x in range(s.q_start, s.q_stop)]
-            assert len(queries) == len(set(queries)), "a query row is in two slices of a step"
+            if plan.sliding_window is None:
+                assert len(queries) == len(set(queries)), "a query row is in two slices of a step"
     assert sum(p.rows_sent for p in programs) == sum(p.rows_received for p in programs)
 
 
@@ -167,6 +196,15 @@ def test_a_run_of_single_rows_is_one_block() -> None:
     assert plan.program(0).area == 10 + 100 + 10 + 1
 
 
+def test_window_moves_and_computes_only_what_it_shows() -> None:
+    wide, narrow = (build([4096], 4, "contiguous", window=w) for w in (None, 64))
+    assert narrow.bytes_moved(1, head_dim=8) == 63 * 2 * 16 * 2
+    assert narrow.bytes_moved(3, head_dim=8) == 0
+    assert wide.bytes_moved(0, head_dim=8) == 3 * 1024 * 2 * 16 * 2
+    assert sum(narrow.work(rank) for rank in range(4)) == 4 * (4096 * 64 - 64 * 63 // 2)
+    assert "window 64" in narrow.explain()
+
+
 def test_zigzag_balances_one_long_document() -> None:
     plan = build([4096], 8, "zigzag")
     work = [plan.work(rank) for rank in range(8)]
@@ -193,6 +231,8 @@ def test_hash_names_everything_that_decides_the_plan() -> None:
         {"num_kv_heads": 1},
         {"layout": "contiguous"},
         {"mask": "full"},
+        {"sliding_window": 2},
+        {"sliding_window": 3},
     ]
     hashes = {AttentionPlan.build(**{**base, **other}).hash for other in others}
     assert len(hashes | {first.hash}) == len(others) + 1
@@ -262,7 +302,8 @@ def test_explain_has_a_line_per_rank() -> None:
         ({"algorithm": "allgather"}, "algorithm='allgather'"),
         ({"grid": RankGrid(1, 1, 2)}, "ulysses=2"),
         ({"grid": RankGrid(1, 4, window=2)}, "window=2"),
-        ({"sliding_window": 3}, "sliding_window=3"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+        ({"sliding_window": 3, "mask": "full"}, "sliding_window=3 with mask='full'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_a_fix(change: dict[str, object], said: str) -> None:
@@ -275,6 +316,7 @@ def test_what_cannot_be_planned_is_refused_with_a_fix(change: dict[str, object],
 def test_window_that_hides_nothing_is_accepted() -> None:
     plan = AttentionPlan.build([4, 8], RankGrid(1, 2), num_heads=4, num_kv_heads=2, sliding_window=4)
     assert plan == build([4, 4], 2)
+    assert plan.sliding_window is None
     assert plan.longest_document == 4
 
 

@@ -26,6 +26,12 @@ def test_causal_and_diagonal_slices_must_be_square(kind: MaskKind) -> None:
         Slice(0, 2, 0, 3, kind)
 
 
+@pytest.mark.parametrize("bounds", [(3, 2), (-9, -1), (2, 9)])
+def test_band_in_which_a_query_sees_no_key_is_refused(bounds: tuple[int, int]) -> None:
+    with pytest.raises(PlanError, match="sees no key"):
+        Slice(0, 4, 0, 5, MaskKind.BAND, *bounds)
+
+
 def test_area_counts_visible_entries() -> None:
     assert Slice(0, 4, 2, 6, MaskKind.CAUSAL).area == 10
     assert Slice(0, 4, 2, 5, MaskKind.FULL).area == 12
