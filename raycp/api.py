@@ -27,7 +27,7 @@ from raycp.driver.signals import StopSignal
 from raycp.errors import ClusterError, ConfigError, DataError, ModelError, Problem, one_error
 from raycp.events import EventLog, read_events
 from raycp.plan import RankGrid
-from raycp.resolve import local_resources, needs_checkpointing, resolve_workers
+from raycp.resolve import capacity_problems, local_resources, needs_checkpointing, resolve_workers
 from raycp.training.check import check_model
 from raycp.training.checkpoint import newest
 from raycp.training.device import DeviceSpec, host_memory, resolve_device
@@ -128,7 +128,7 @@ class _Setup:
         problems += found
         for name, source in (("data", data), ("eval_data", config.eval_data)):
             problems += _check_source(name, source)
-        cluster, device, resolved, found = _check_cluster(config, clean=not problems)
+        cluster, device, resolved, found = _check_cluster(config)
         problems += found
         if problems or folder is None or spec is None or device is None:
             if cluster is not None:
@@ -191,31 +191,27 @@ def _check_source(name: str, source: Any) -> list[Problem]:
     return found
 
 
-def _check_cluster(
-    config: FitConfig, *, clean: bool
-) -> tuple[ClusterHandle | None, DeviceSpec | None, FitConfig, list[Problem]]:
-    """Connects to an existing cluster, or starts a local one if nothing is wrong so far."""
+def _check_cluster(config: FitConfig) -> tuple[ClusterHandle | None, DeviceSpec | None, FitConfig, list[Problem]]:
+    """Looks at the cluster in use, or at this machine where a local Ray will be started; fills in what was on auto."""
     existing = will_use_existing_cluster()
     cluster: ClusterHandle | None = None
     try:
         if existing:
-            cluster = connect(workers=None, resource=None)
+            cluster = connect(workers=None)
         resources = total_resources() if existing else local_resources()
         device = resolve_device(config.device, resources)
-    except (ClusterError, ConfigError) as error:
-        return (
-            cluster,
-            None,
-            config,
-            [] if isinstance(error, ConfigError) else [Problem(error.message, error.fix, error)],
-        )
-    if not clean and any(p for p in config.problems()):
-        return cluster, device, config, []
-    resolved, problems = resolve_workers(
-        config, existing_cluster=existing, resources=resources, resource=device.ray_resource
+    except ConfigError:  # no such device name: `config.problems()` lists it
+        return cluster, None, config, []
+    except ClusterError as error:
+        return cluster, None, config, [Problem(error.message, error.fix, error)]
+    found = capacity_problems(
+        config.workers, existing_cluster=existing, resources=resources, resource=device.ray_resource
     )
+    if found or config.problems():
+        return cluster, device, config, found
+    resolved = resolve_workers(config, resources=resources, resource=device.ray_resource)
     dtype = device.dtype if config.dtype == "auto" else config.dtype
-    return cluster, device, dataclasses.replace(resolved, dtype=dtype, device=device.name), problems
+    return cluster, device, dataclasses.replace(resolved, dtype=dtype, device=device.name), []
 
 
 def _run(setup: _Setup, data: Any) -> FitResult:
@@ -225,7 +221,7 @@ def _run(setup: _Setup, data: Any) -> FitResult:
         evaluation = None
         if config.eval_data is not None:
             evaluation = _prepare(setup, config.eval_data, folder / "eval_data", progress)
-    longest = max(int(s.lengths.max()) for s in (store, evaluation) if s is not None)
+    longest = max(s.max_positions for s in (store, evaluation) if s is not None)
     problems = check_model(setup.model_config, longest, config.parallel)
     if problems:
         raise one_error(problems)
@@ -281,7 +277,7 @@ def _run(setup: _Setup, data: Any) -> FitResult:
     assert isinstance(dp, int)
     grid = RankGrid(dp=dp, ring=cp, ulysses=1, window=1)
     if setup.cluster is None:
-        setup.cluster = connect(workers=config.workers, resource=setup.device.ray_resource)
+        setup.cluster = connect(workers=config.workers)
     events = EventLog(events_path, generation=record.generation)
     done = max(events.losses(), default=0)
     events.write("run_started", run_id=record.run_id, config=config.to_dict(), grid=dataclasses.asdict(grid))

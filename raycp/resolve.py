@@ -17,14 +17,43 @@ _SAVED_PER_LAYER_INNER = 4
 _SHARE_OF_MEMORY = 0.25
 
 
-def resolve_workers(
-    config: FitConfig, *, existing_cluster: bool, resources: Mapping[str, float], resource: str | None
-) -> tuple[FitConfig, list[Problem]]:
-    """Workers, cp and dp as numbers, and whether the cluster can hold them.
+def capacity_problems(
+    workers: int | None, *, existing_cluster: bool, resources: Mapping[str, float], resource: str | None
+) -> list[Problem]:
+    """Whether the cluster can hold the workers.
+
+    Args:
+        workers: as the user said; what is not a count is reported elsewhere.
+        existing_cluster: the cluster is not ours: its size says nothing about what this run may take.
+        resources: total of the cluster (or of this machine).
+        resource: the accelerator's Ray resource; None: CPUs, of which a local Ray offers as many as there are ranks.
+    """
+    name = resource or "CPU"
+    have = int(resources.get(name, 0))
+    if workers is None and existing_cluster:
+        return [
+            Problem(
+                f"workers is not set, and the run goes to an existing cluster (which has {have} {name})",
+                "set workers to the number of accelerators (or CPU ranks) that this run may take",
+            )
+        ]
+    bounded = existing_cluster or resource is not None
+    if bounded and isinstance(workers, int) and workers > have:
+        where = "the cluster" if existing_cluster else "this machine"
+        return [
+            Problem(
+                f"workers={workers}, and {where} has {have} {name} in all",
+                f"set workers to {have} or less, or add nodes" if have else f"add nodes that have {name}",
+            )
+        ]
+    return []
+
+
+def resolve_workers(config: FitConfig, *, resources: Mapping[str, float], resource: str | None) -> FitConfig:
+    """Workers, cp and dp as numbers.
 
     Args:
         config: `problems()` of it is empty.
-        existing_cluster: the cluster is not ours: its size says nothing about what this run may take.
         resources: total of the cluster (or of this machine).
         resource: the accelerator's Ray resource; None: CPUs.
     """
@@ -33,14 +62,6 @@ def resolve_workers(
     cp = p.cp if isinstance(p.cp, int) else None
     dp = p.dp if isinstance(p.dp, int) else None
     workers = config.workers
-    found: list[Problem] = []
-    if workers is None and existing_cluster:
-        found.append(
-            Problem(
-                f"workers is not set, and the run goes to an existing cluster (which has {have} {resource or 'CPU'})",
-                "set workers to the number of accelerators (or CPU ranks) that this run may take",
-            )
-        )
     if workers is None:
         workers = cp * dp if cp and dp else cp or dp or (have if resource else 1) or 1
     if cp is None and dp is None:
@@ -49,16 +70,7 @@ def resolve_workers(
         cp = max(1, workers // dp)
     elif dp is None and cp is not None:
         dp = max(1, workers // cp)
-    limit = have if existing_cluster or resource else max(have, workers)
-    if config.workers is not None and workers > limit:
-        found.append(
-            Problem(
-                f"workers={workers}, and the cluster has {have} {resource or 'CPU'} in all",
-                f"set workers to {have} or less, or add nodes" if have else "add nodes that have it",
-            )
-        )
-    parallel = dataclasses.replace(p, cp=cp, dp=dp)
-    return dataclasses.replace(config, workers=workers, parallel=parallel), found
+    return dataclasses.replace(config, workers=workers, parallel=dataclasses.replace(p, cp=cp, dp=dp))
 
 
 def needs_checkpointing(config: FitConfig, model: Any, *, itemsize: int, accelerator: bool, host_bytes: int) -> bool:

@@ -58,12 +58,11 @@ def will_use_existing_cluster(environ: Mapping[str, str] = os.environ) -> bool:
     return ray.is_initialized() or in_ray_job(environ) or bool(environ.get("RAY_ADDRESS"))
 
 
-def connect(*, workers: int | None, resource: str | None) -> ClusterHandle:
+def connect(*, workers: int | None) -> ClusterHandle:
     """Connects to the running cluster, or starts a local one that is large enough for `workers` CPU ranks.
 
     Args:
         workers: ranks of the run; a local Ray offers at least so many CPUs, so that more ranks than cores can run.
-        resource: accelerator resource asked for ("NPU", "GPU") or None; a local Ray counts accelerators by itself.
 
     Raises:
         ClusterError: RAY_ADDRESS (or the job's cluster) does not answer.

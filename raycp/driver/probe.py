@@ -41,7 +41,7 @@ def check_packages(nodes: Sequence[NodeInfo], *, timeout: float = 120.0) -> None
                 node=node.address,
             ) from error
         for name in PACKAGES:
-            problem = _compare(node, name, mine[name], theirs[name])
+            problem = compare(node, name, mine[name], theirs[name])
             if problem is not None:
                 problems.append(problem)
     raise_if_any(problems)
@@ -58,7 +58,8 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
     raise ClusterError("\n".join(lines), problems=[(p.message, p.fix) for p in problems])
 
 
-def _compare(node: NodeInfo, name: str, mine: tuple[str, str], theirs: tuple[str, str]) -> Problem | None:
+def compare(node: NodeInfo, name: str, mine: tuple[str, str], theirs: tuple[str, str]) -> Problem | None:
+    """What is wrong with a node's package: (path, digest) of the driver's against the node's; "" for none there."""
     if theirs[1] == mine[1]:
         return None
     where = f"node {node.address} ({node.node_id[:8]})"

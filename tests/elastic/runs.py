@@ -28,7 +28,7 @@ def make_folder(folder: Path) -> dict[str, Any]:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
         bos_token_id=None,
         eos_token_id=0,
     )

@@ -3,8 +3,7 @@
 import pytest
 
 from raycp.config import FitConfig, ParallelConfig
-from raycp.errors import Problem
-from raycp.resolve import needs_checkpointing, resolve_workers
+from raycp.resolve import capacity_problems, needs_checkpointing, resolve_workers
 
 
 class TinyModel:
@@ -13,12 +12,15 @@ class TinyModel:
     num_hidden_layers = 2
 
 
-def resolved(config: FitConfig, *, existing: bool = False, cpus: int = 8, gpus: int = 0) -> FitConfig | list[Problem]:
-    resource = "GPU" if gpus else None
-    found, problems = resolve_workers(
-        config, existing_cluster=existing, resources={"CPU": cpus, "GPU": gpus}, resource=resource
-    )
-    return problems or found
+def resolved(config: FitConfig, *, cpus: int = 8, gpus: int = 0) -> FitConfig:
+    return resolve_workers(config, resources={"CPU": cpus, "GPU": gpus}, resource="GPU" if gpus else None)
+
+
+def problems(workers: int | None, *, existing: bool, cpus: int = 8, gpus: int | None = None) -> str:
+    resources = {"CPU": float(cpus), "GPU": float(gpus or 0)}
+    resource = None if gpus is None else "GPU"
+    found = capacity_problems(workers, existing_cluster=existing, resources=resources, resource=resource)
+    return "; ".join(p.message for p in found)
 
 
 @pytest.mark.parametrize(
@@ -34,33 +36,28 @@ def resolved(config: FitConfig, *, existing: bool = False, cpus: int = 8, gpus: 
 )
 def test_workers_cp_and_dp(workers: int | None, cp: int | str, dp: int | str, want: tuple[int, int, int]) -> None:
     config = resolved(FitConfig(workers=workers, parallel=ParallelConfig(cp=cp, dp=dp)))  # type: ignore[arg-type]
-    assert isinstance(config, FitConfig)
     assert (config.workers, config.parallel.cp, config.parallel.dp) == want
 
 
 def test_all_accelerators_of_this_machine_by_default() -> None:
     config = resolved(FitConfig(), gpus=6)
-    assert isinstance(config, FitConfig)
     assert config.workers == 6
 
 
-def test_workers_must_be_said_on_an_existing_cluster() -> None:
-    problems = resolved(FitConfig(), existing=True)
-    assert isinstance(problems, list)
-    assert "workers is not set" in problems[0].message
+def test_workers_must_be_said_on_an_existing_cluster_only() -> None:
+    assert "workers is not set" in problems(None, existing=True)
+    assert problems(None, existing=False) == ""
 
 
-def test_more_workers_than_the_cluster_has() -> None:
-    problems = resolved(FitConfig(workers=9), existing=True, cpus=8)
-    assert isinstance(problems, list)
-    assert "workers=9" in problems[0].message
-    assert "8 CPU" in problems[0].message
+def test_more_workers_than_there_is_room_for() -> None:
+    assert problems(9, existing=True) == "workers=9, and the cluster has 8 CPU in all"
+    assert problems(8, existing=True) == ""
+    assert problems(3, existing=False, gpus=2) == "workers=3, and this machine has 2 GPU in all"
 
 
 def test_a_local_cpu_machine_runs_more_ranks_than_cores() -> None:
-    config = resolved(FitConfig(workers=4), cpus=2)
-    assert isinstance(config, FitConfig)
-    assert config.workers == 4
+    assert problems(4, existing=False, cpus=2) == ""
+    assert resolved(FitConfig(workers=4), cpus=2).workers == 4
 
 
 def test_checkpointing_is_chosen_by_memory_on_cpu() -> None:

@@ -1,0 +1,134 @@
+"""A person or a scheduler stops the driver; a driver is killed; the same command continues."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raycp.events import read_events
+from tests.elastic.runs import STEPS, make_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys
+from pathlib import Path
+import raycp
+from transformers import LlamaConfig
+from tests.elastic.runs import config
+folder = Path(sys.argv[1])
+model = LlamaConfig.from_pretrained(folder / "model")
+data, tokenizer = folder / "rows.jsonl", str(folder / "tokenizer")
+result = raycp.fit(model, data, tokenizer=tokenizer, output_dir=sys.argv[2], config=config())
+print(result.status, result.steps)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    make_folder(folder)["model"].save_pretrained(folder / "model")
+    return folder
+
+
+def start(inputs: Path, out: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(inputs), str(out)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> list[int]:
+    """Returns the pids below the driver once a step is in the log.
+
+    Without Ray's two agents: when their raylet is killed they try to report it for a minute, and then end.
+    """
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(e["event"] == "step" and e["step"] >= step for e in read_events(out / "events.jsonl")):
+            children = psutil.Process(process.pid).children(recursive=True)
+            return [child.pid for child in children if not any("Agent" in word for word in child.cmdline())]
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step}: {process.communicate()}")
+
+
+def left_alive(pids: list[int], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        alive = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return []
+        time.sleep(0.1)
+    return alive
+
+
+def status(out: Path) -> str:
+    return str(json.loads((out / "run.json").read_text())["status"])
+
+
+def losses(out: Path) -> dict[int, float]:
+    events = [e for e in read_events(out / "events.jsonl") if e["event"] == "step"]
+    assert len(events) == len({e["step"] for e in events}), "a step was written twice"
+    return {e["step"]: e["loss"] for e in events}
+
+
+def finish(inputs: Path, out: Path) -> None:
+    process = start(inputs, out)
+    text, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors
+    assert text.split() == ["finished", str(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    out = tmp_path_factory.mktemp("unbroken")
+    finish(inputs, out)
+    return losses(out)
+
+
+def test_ctrl_c_ends_the_step_saves_and_the_same_command_goes_on(
+    inputs: Path, tmp_path: Path, unbroken: dict[int, float]
+) -> None:
+    process = start(inputs, tmp_path)
+    pids = wait_for_step(tmp_path, 1, process)
+    process.send_signal(signal.SIGINT)
+    text, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    word, step = text.split()
+    assert word == status(tmp_path) == "stopped"
+    assert 1 <= int(step) < STEPS
+    assert (tmp_path / "checkpoints" / f"step-{int(step):08d}" / "manifest.json").exists()
+    assert left_alive(pids, 10) == []
+    finish(inputs, tmp_path)
+    assert losses(tmp_path) == unbroken
+
+
+def test_sigterm_ends_at_once_and_a_killed_driver_leaves_nothing_behind(
+    inputs: Path, tmp_path: Path, unbroken: dict[int, float]
+) -> None:
+    process = start(inputs, tmp_path)
+    pids = wait_for_step(tmp_path, 2, process)
+    began = time.monotonic()
+    process.terminate()
+    process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode != 0
+    assert status(tmp_path) == "stopped"
+    assert left_alive(pids, 10) == []
+
+    process = start(inputs, tmp_path)
+    pids = wait_for_step(tmp_path, 3, process)
+    process.kill()
+    process.communicate(timeout=30)
+    assert left_alive(pids, 20) == []
+    finish(inputs, tmp_path)
+    assert losses(tmp_path) == unbroken
