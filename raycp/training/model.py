@@ -21,6 +21,7 @@ from raycp.training.collectives import P2PAllGather, PairwiseReduceScatter
 from raycp.training.device import compute_dtype
 from raycp.training.loss import IGNORE, chunked_cross_entropy
 from raycp.training.mesh import replicated
+from raycp.training.sharding import held_rows
 from raycp.training.spec import ModelSpec
 from raycp.training.weights import empty_model, fill
 
@@ -142,6 +143,7 @@ def build_trainee(
     activation_checkpointing: bool,
     loss_chunk: int,
     seed: int,
+    initialise: bool = True,
 ) -> Trainee:
     """Makes the model on the meta device, shards it, and fills the own rows. Collective over `mesh`.
 
@@ -154,6 +156,7 @@ def build_trainee(
         activation_checkpointing: recompute each layer in backward.
         loss_chunk: target rows that go through the head at once.
         seed: of random initialisation.
+        initialise: False when `import_state` follows: parameters are NaN and no weight file is read.
 
     Raises:
         ModelError: the weights do not fit the configuration.
@@ -181,5 +184,9 @@ def build_trainee(
                 module.set_custom_reduce_scatter(PairwiseReduceScatter())
     # Only meta tensors (parameters) are allocated: `to_empty` would turn the rotary tables into garbage.
     trainee._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
-    fill(trainee, spec, config, seed)
+    if initialise:
+        fill(trainee, spec, config, seed)
+    else:
+        for parameter in trainee.parameters():
+            held_rows(parameter)[0].fill_(float("nan"))
     return trainee.train()

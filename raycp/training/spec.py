@@ -8,7 +8,7 @@ name. transformers is imported when a configuration, tokenizer or file list is a
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,8 @@ class ModelSpec:
         source: absolute folder, hub id, or "" for a configuration.
         gguf_file: file name inside `source` when kind is "gguf".
         revision: branch, tag or commit of a hub id.
-        config_json: the configuration as JSON when kind is "config".
+        config_json: the configuration as JSON when kind is "config" or "gguf" (reading a GGUF file's metadata takes
+            seconds: it is done once, where the spec is made).
     """
 
     kind: Kind
@@ -53,8 +54,7 @@ class ModelSpec:
         if isinstance(model, ModelSpec):
             return model
         if hasattr(model, "to_dict") and hasattr(model, "model_type"):
-            text = json.dumps(model.to_dict(), sort_keys=True, default=str)
-            return cls(kind="config", source="", config_json=text)
+            return cls(kind="config", source="", config_json=_to_json(model))
         if not isinstance(model, str | os.PathLike):
             raise ModelError(
                 f"model is a {type(model).__name__}",
@@ -62,7 +62,7 @@ class ModelSpec:
             )
         path = Path(model).expanduser()
         if path.suffix == ".gguf" and path.is_file():
-            return cls(kind="gguf", source=str(path.parent.absolute()), gguf_file=path.name)
+            return cls._of_gguf(path.absolute())
         if path.is_dir():
             return cls._of_folder(path.absolute())
         name = os.fspath(model)
@@ -81,7 +81,7 @@ class ModelSpec:
                 raise ModelError(f"{folder} has weights but no config.json", fix="add the model's config.json")
             return cls(kind="folder", source=str(folder))
         if len(ggufs) == 1:
-            return cls(kind="gguf", source=str(folder), gguf_file=ggufs[0])
+            return cls._of_gguf(folder / ggufs[0])
         if ggufs:
             raise ModelError(
                 f"{folder} has {len(ggufs)} GGUF files: {', '.join(ggufs)}", fix="give the path of one of them"
@@ -97,6 +97,11 @@ class ModelSpec:
             fix="give a folder with weights, or a transformers configuration for random initialisation",
         )
 
+    @classmethod
+    def _of_gguf(cls, file: Path) -> "ModelSpec":
+        spec = cls(kind="gguf", source=str(file.parent), gguf_file=file.name)
+        return replace(spec, config_json=_to_json(spec.load_config()))
+
     @property
     def is_random(self) -> bool:
         """Whether the weights are made from the seed instead of read."""
@@ -110,18 +115,19 @@ class ModelSpec:
         """
         from transformers import CONFIG_MAPPING, AutoConfig
 
-        if self.kind == "config":
-            raw = json.loads(self.config_json or "{}")
+        if self.config_json is not None:
+            raw = json.loads(self.config_json)
             model_type = raw.pop("model_type", "")
             if model_type not in CONFIG_MAPPING:
                 raise ModelError(f"unknown model type {model_type!r}", fix="use a configuration class of transformers")
             return CONFIG_MAPPING[model_type].from_dict(raw)
         try:
             return AutoConfig.from_pretrained(self.source, trust_remote_code=False, **self._where())
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError, IndexError) as error:
             raise ModelError(
                 f"no configuration can be read from {self.source!r}: {error}",
-                fix="check the folder, or the hub id and the network; a model with code of its own is refused",
+                fix="check the folder, or the hub id and the network; GGUF needs the package gguf; a model with code of "
+                "its own is refused",
             ) from error
 
     def load_tokenizer(self, source: str | None = None) -> "PreTrainedTokenizerBase":
@@ -198,3 +204,7 @@ class ModelSpec:
         if self.gguf_file:
             return {"gguf_file": self.gguf_file}
         return {"revision": self.revision} if self.revision else {}
+
+
+def _to_json(config: Any) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)

@@ -47,7 +47,7 @@ def fill(module: nn.Module, spec: ModelSpec, config: PretrainedConfig, seed: int
         _fill_random(module, config, seed)
         return
     if spec.kind == "gguf":
-        source = _gguf_state(spec)
+        source = _gguf_state(spec, config)
         shapes = {name: tuple(t.shape) for name, t in source.items()}
         _fill_by_name(module, shapes, lambda name, start, stop: source[name][start:stop], spec.describe(), ())
         return
@@ -113,9 +113,11 @@ class _SafetensorsFolder:
         return rows
 
 
-def _gguf_state(spec: ModelSpec) -> dict[str, torch.Tensor]:
+def _gguf_state(spec: ModelSpec, config: PretrainedConfig) -> dict[str, torch.Tensor]:
     try:
-        lm = AutoModelForCausalLM.from_pretrained(spec.source, gguf_file=spec.gguf_file, dtype=torch.float32)
+        lm = AutoModelForCausalLM.from_pretrained(
+            spec.source, config=copy.deepcopy(config), gguf_file=spec.gguf_file, dtype=torch.float32
+        )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
             f"{spec.describe()} cannot be loaded: {error}", fix="install the package gguf, or use safetensors"

@@ -58,7 +58,7 @@ def run_job(rank: int, world_size: int, jobs: list[Job]) -> list[dict[str, Any]]
 
 def _run_one(rank: int, world_size: int, job: Job) -> dict[str, Any]:
     groups = build_groups(job.grid)
-    trainee = trainee_on(job.grid, job.model, shard=job.shard, dtype=job.dtype)
+    trainee = trainee_on(job.grid, job.model, shard=job.shard, dtype=job.dtype, initialise=not job.load)
     optimizer = build_optimizer(trainee, OPTIMIZERS[job.optimizer])
     if job.load:
         import_state(trainee, optimizer, CheckpointReader(Path(job.load)).read)

