@@ -6,6 +6,7 @@ is imported); executors in `raycp.attention` obey a plan and decide nothing.
 * `grid`: `RankGrid`, the shape of the world
 * `ranges`: `Range`, `MaskKind`, `Slice`, the words that plans are written in
 * `layout`: which ranges of a pack each context-parallel rank holds
+* `balance`: documents kept whole where work allows
 * `blocks`: the parts of the score matrix between two shards
 * `program`: what one rank does in each step: rows to move, slices to compute
 * `attention_plan`: `AttentionPlan`, which puts these together for one pack

@@ -66,7 +66,7 @@ class AttentionPlan:
             grid: the world.
             num_heads: query heads of the model (H).
             num_kv_heads: key/value heads of the model (K); divides `num_heads`.
-            layout: "contiguous", "zigzag" or "auto".
+            layout: "contiguous", "zigzag", "balanced" or "auto" (balanced).
             algorithm: "ring" or "auto".
             mask: "causal" or "full".
             sliding_window: w: a query sees itself and the w - 1 keys before it, in its document. Not shorter than the
@@ -89,7 +89,7 @@ class AttentionPlan:
         return cls(
             doc_ends=ends,
             grid=grid,
-            layout="zigzag" if layout == "auto" else layout,
+            layout="balanced" if layout == "auto" else layout,
             algorithm="ring",
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -142,14 +142,6 @@ class AttentionPlan:
         self._check_rank(cp_rank)
         return self._shards()[cp_rank].num_tokens
 
-    @property
-    def padding_needed(self) -> int:
-        """1-token documents to append so that every rank holds a token; 0 if each does.
-
-        Attention runs with empty ranks, but the layers of Hugging Face models cannot reshape 0 rows.
-        """
-        return 0 if all(shard.num_tokens for shard in self._shards()) else 2 * self.grid.ring
-
     def work(self, cp_rank: int) -> int:
         """Visible score entries that `cp_rank` computes, summed over its query heads."""
         return self.program(cp_rank).area * self.num_heads
@@ -201,7 +193,13 @@ class AttentionPlan:
 
     def _shards(self) -> tuple[Shard, ...]:
         if "shards" not in self._cache:
-            self._cache["shards"] = make_shards(self.doc_ends, self.grid.ring, self.layout)
+            self._cache["shards"] = make_shards(
+                self.doc_ends,
+                self.grid.ring,
+                self.layout,
+                causal=self.mask == "causal",
+                window=self.sliding_window,
+            )
         shards: tuple[Shard, ...] = self._cache["shards"]
         return shards
 
@@ -214,7 +212,6 @@ _FIXES: Mapping[str, str] = {
     "ulysses": "'ulysses' is not available in this version; set algorithm to 'ring' or 'auto'",
     "hybrid": "'hybrid' is not available in this version; set algorithm to 'ring' or 'auto'",
     "allgather": "'allgather' is not available in this version; set algorithm to 'ring' or 'auto'",
-    "balanced": "'balanced' is not available in this version; set layout to 'zigzag', 'contiguous' or 'auto'",
 }
 
 

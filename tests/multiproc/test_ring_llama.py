@@ -6,7 +6,7 @@ import torch
 from raycp.attention import build_groups
 from raycp.plan import RankGrid
 from tests.multiproc.launcher import run_ranks
-from tests.unit.attention.llama import NUM_LAYERS, hidden_and_gradient, llama_plan, positions, tiny_llama, token_ids
+from tests.unit.attention.llama import NUM_LAYERS, hidden_and_gradient, llama_plan, tiny_llama, token_ids
 
 ENDS = [7, 30, 31, 57]
 Result = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], int]
@@ -66,20 +66,3 @@ def test_checkpointing_recomputes_no_attention_and_changes_no_bit() -> None:
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1])
         assert all(torch.equal(x, y) for x, y in zip(a[2], b[2], strict=True))
-
-
-def _short_pack(rank: int, world_size: int) -> tuple[int, bool]:
-    """Two tokens on four ranks: padded so that every rank has a row for the model's layers."""
-    ends = [2]
-    padding = llama_plan(ends, world_size).padding_needed
-    ends += range(3, 3 + padding)
-    plan = llama_plan(ends, world_size)
-    hidden, _, _ = hidden_and_gradient(tiny_llama(), token_ids(ends), plan, build_groups(RankGrid(1, world_size)))
-    assert len(positions(ends)) == plan.pack_length
-    return len(hidden), bool(hidden.isfinite().all())
-
-
-def test_padding_lets_a_short_pack_through_the_model() -> None:
-    results = run_ranks(_short_pack, 4)
-    assert all(rows >= 1 and finite for rows, finite in results)
-    assert sum(rows for rows, _ in results) == 10

@@ -82,7 +82,7 @@ def random_case(rng: random.Random, *, max_ring: int, max_tokens: int = 120) -> 
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         value_dim=rng.choice([head_dim, head_dim, 6, 12]),
-        layout=rng.choice(["zigzag", "contiguous"]),
+        layout=rng.choice(["zigzag", "contiguous", "balanced"]),
         mask=mask,
         seed=rng.randrange(1 << 30),
         window=rng.choice([None, None, rng.randint(1, max_tokens)]) if mask == "causal" else None,

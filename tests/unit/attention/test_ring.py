@@ -32,7 +32,7 @@ def test_random_packs_agree_with_the_oracle(block: int) -> None:
 
 
 @pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (5, 1)])
 def test_named_shapes_agree_with_the_oracle(
@@ -44,7 +44,7 @@ def test_named_shapes_agree_with_the_oracle(
 
 
 @pytest.mark.parametrize("ring", [1, 2, 3, 4])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
 @pytest.mark.parametrize("window", [1, 2, 17, 60, 61])
 def test_sliding_windows_agree_with_the_oracle(ring: int, layout: str, window: int) -> None:
     case = Case((5, 1, 61, 1, 1, 30), ring, layout=layout, window=window)
