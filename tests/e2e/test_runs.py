@@ -20,7 +20,7 @@ from raycp.events import read_events
 ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
 TOKEN = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": 64 * "7"}
-"""Token authentication as Ray does it by itself where it finds a token, with one that is not left in the home folder."""
+"""Token authentication, as Ray does it by itself where it finds a token, with a token that no file keeps."""
 
 
 def run_job(*words: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
