@@ -1,7 +1,8 @@
 """What a person sees of a run: a line per phase, one progress bar, and the loss picture.
 
-Guarantees: one bar for the whole run, drawn by the driver only; it moves inside long steps too; nothing here can end a
-run (a missing plotting library leaves the picture out and says so). Costs one redraw per second at most.
+Guarantees: one bar for the whole run, drawn by the driver only; it moves inside long steps too; into a file or a job's
+log it is written every few seconds only; nothing here can end a run (a missing plotting library leaves the picture out
+and says so). Costs one redraw per second at most.
 """
 
 import contextlib
@@ -26,8 +27,14 @@ class Display:
 
     def __init__(self, *, total_steps: int, done: int = 0, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
+        self._live = self._file.isatty()
         self._bar = tqdm(
-            total=total_steps, initial=done, file=self._file, unit="step", dynamic_ncols=True, leave=True, delay=1e-9
+            total=total_steps,
+            initial=done,
+            file=self._file,
+            unit="step",
+            dynamic_ncols=self._live,
+            mininterval=0.5 if self._live else 5.0,
         )
         self._shown: dict[str, str] = {}
         self._last_inside = 0.0
@@ -43,7 +50,7 @@ class Display:
 
     def phase(self, text: str) -> None:
         """Names what the run is doing, left of the bar."""
-        self._bar.set_description_str(text, refresh=True)
+        self._bar.set_description_str(text, refresh=self._live)
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -52,7 +59,7 @@ class Display:
     def inside(self, progress: Mapping[str, Any]) -> None:
         """Shows how far the running step is: micro-batch and attention calls of rank 0."""
         now = time.monotonic()
-        if now - self._last_inside < 1.0 or progress.get("phase") == "idle":
+        if now - self._last_inside < (1.0 if self._live else 30.0) or progress.get("phase") == "idle":
             return
         self._last_inside = now
         part = f"{progress['micro_batch']}/{progress['micro_batches']} packs, {progress['calls_in_step']} layer calls"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,25 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(inputs: Path, out: Path) -> subprocess.Popen[str]:
+Starter = Callable[[Path, Path], subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Starter]:
+    """Starts a driver; none outlives the tests."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(inputs: Path, out: Path) -> subprocess.Popen[str]:
+        started.append(_driver(inputs, out))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _driver(inputs: Path, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(inputs), str(out)],
         cwd=ROOT,
@@ -81,7 +100,7 @@ def losses(out: Path) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in events}
 
 
-def finish(inputs: Path, out: Path) -> None:
+def finish(start: Starter, inputs: Path, out: Path) -> None:
     process = start(inputs, out)
     text, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
@@ -89,14 +108,14 @@ def finish(inputs: Path, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def unbroken(start: Starter, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     out = tmp_path_factory.mktemp("unbroken")
-    finish(inputs, out)
+    finish(start, inputs, out)
     return losses(out)
 
 
 def test_ctrl_c_ends_the_step_saves_and_the_same_command_goes_on(
-    inputs: Path, tmp_path: Path, unbroken: dict[int, float]
+    start: Starter, inputs: Path, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:
     process = start(inputs, tmp_path)
     pids = wait_for_step(tmp_path, 1, process)
@@ -108,12 +127,12 @@ def test_ctrl_c_ends_the_step_saves_and_the_same_command_goes_on(
     assert 1 <= int(step) < STEPS
     assert (tmp_path / "checkpoints" / f"step-{int(step):08d}" / "manifest.json").exists()
     assert left_alive(pids, 10) == []
-    finish(inputs, tmp_path)
+    finish(start, inputs, tmp_path)
     assert losses(tmp_path) == unbroken
 
 
 def test_sigterm_ends_at_once_and_a_killed_driver_leaves_nothing_behind(
-    inputs: Path, tmp_path: Path, unbroken: dict[int, float]
+    start: Starter, inputs: Path, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:
     process = start(inputs, tmp_path)
     pids = wait_for_step(tmp_path, 2, process)
@@ -130,5 +149,5 @@ def test_sigterm_ends_at_once_and_a_killed_driver_leaves_nothing_behind(
     process.kill()
     process.communicate(timeout=30)
     assert left_alive(pids, 20) == []
-    finish(inputs, tmp_path)
+    finish(start, inputs, tmp_path)
     assert losses(tmp_path) == unbroken
