@@ -126,8 +126,8 @@ class ModelSpec:
         except (OSError, ValueError, KeyError, ImportError, IndexError) as error:
             raise ModelError(
                 f"no configuration can be read from {self.source!r}: {error}",
-                fix="check the folder, or the hub id and the network; GGUF needs the package gguf; a model with code of "
-                "its own is refused",
+                fix="check the folder, or the hub id and the network; GGUF needs the package gguf; a model with code "
+                "of its own is refused",
             ) from error
 
     def load_tokenizer(self, source: str | None = None) -> "PreTrainedTokenizerBase":

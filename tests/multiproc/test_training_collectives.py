@@ -1,0 +1,97 @@
+"""FSDP2's collectives by P2P: sums in rank order, bit for bit, and refusal of what is not a sum."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from raycp.attention import build_groups
+from raycp.plan import RankGrid
+from raycp.training.collectives import P2PAllGather, PairwiseReduceScatter
+from raycp.training.optim import sum_over_ranks
+from raycp.training.spec import ModelSpec
+from tests.multiproc.launcher import RankError, run_ranks
+from tests.multiproc.training_cases import make_step, micro_batch_loss, tiny_llama, trainee_on
+
+NUMEL = 1001
+
+
+def piece(rank: int, world_size: int) -> torch.Tensor:
+    return torch.randn(world_size * NUMEL, generator=torch.Generator().manual_seed(rank))
+
+
+def collect(rank: int, world_size: int) -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    gathered = torch.empty(world_size * NUMEL)
+    own = gathered[rank * NUMEL : (rank + 1) * NUMEL]  # FSDP2 gathers in place
+    own.copy_(piece(rank, world_size)[:NUMEL])
+    P2PAllGather()(gathered, own, group)
+    apart = torch.empty_like(gathered)
+    P2PAllGather()(apart, own.clone(), group)
+    reduced = torch.empty(NUMEL)
+    PairwiseReduceScatter()(reduced, piece(rank, world_size), group, dist.ReduceOp.SUM)
+    return {
+        "gathered": gathered,
+        "apart": apart,
+        "reduced": reduced,
+        "total": sum_over_ranks(1.0 / (rank + 3), None, torch.device("cpu")),
+    }
+
+
+def average(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    PairwiseReduceScatter()(torch.empty(NUMEL), piece(rank, world_size), group, dist.ReduceOp.AVG)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_pieces_and_sums_are_bit_equal_to_one_process(world_size: int) -> None:
+    results = run_ranks(collect, world_size)
+    pieces = [piece(r, world_size) for r in range(world_size)]
+    want = torch.cat([p[:NUMEL] for p in pieces])
+    for rank, result in enumerate(results):
+        assert torch.equal(result["gathered"], want)
+        assert torch.equal(result["apart"], want)
+        total = torch.zeros(NUMEL)
+        for p in pieces:
+            total += p[rank * NUMEL : (rank + 1) * NUMEL]
+        assert torch.equal(result["reduced"], total)
+        assert result["total"] == results[0]["total"]
+        assert result["total"] == pytest.approx(sum(1.0 / (r + 3) for r in range(world_size)), rel=1e-13)
+
+
+def test_an_average_is_refused() -> None:
+    with pytest.raises(RankError, match="set_force_sum_reduction_for_comms"):
+        run_ranks(average, 2)
+
+
+class CountingAllGather(P2PAllGather):
+    """Counts the calls of all FSDP groups of a model."""
+
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        self.calls.append(1)
+        return super().__call__(*args, **kwargs)
+
+
+def count(rank: int, world_size: int, checkpointing: bool) -> int:
+    grid = RankGrid(dp=1, ring=world_size)
+    groups = build_groups(grid)
+    spec = ModelSpec.of(tiny_llama(tie_word_embeddings=True))
+    trainee = trainee_on(grid, spec, activation_checkpointing=checkpointing)
+    calls: list[int] = []
+    for module in trainee.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(CountingAllGather(calls))
+    micro_batch_loss(trainee, make_step(1)[0], grid, groups, 1.0).backward()  # loss_chunk is 7: several chunks
+    return len(calls)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_head_is_gathered_once_and_each_layer_twice(checkpointing: bool) -> None:
+    assert run_ranks(count, 2, checkpointing) == [2 * 2 + 1] * 2
