@@ -29,7 +29,7 @@ LIGHT = (
     "data_pipeline.packing",
 )
 HEAVY = ("torch", "ray", "transformers", "datasets")
-MACHINE_PATH = re.compile(r"(?<![\w.<-])/(?:home|root|work|Users|opt|mnt)/\w")
+MACHINE_PATH = re.compile(r"(?<![\w.<-])/(?:home|root|work|Users)/\w")
 HOST = re.compile(
     r"https?://[^\s/]*(?:pypi|pythonhosted|download\.pytorch|conda)[^\s]*|--(?:extra-)?index-url\s*[=\s]\s*\S"
 )
