@@ -2,8 +2,8 @@
 
     python docs/packed_row.py
 
-Prints what the figure shows (tokens, score entries and moved K/V rows of each rank), and the same for the layout that it
-leaves out. Needs numpy only.
+Prints what the figure shows: tokens, score entries and moved K/V rows of each rank; and the same for the layout that is
+not drawn. Needs numpy only.
 """
 
 import sys
@@ -82,8 +82,8 @@ def text(x: int, y: int, words: str, size: int = 12, weight: str = "normal") -> 
     return f'<text x="{x}" y="{y}" font-family="sans-serif" font-size="{size}" font-weight="{weight}">{words}</text>'
 
 
-def main() -> None:
-    """Writes the figure beside this file and prints its numbers."""
+def figure() -> str:
+    """The SVG text."""
     side = sum(DOCUMENTS) * CELL
     width, height = 2 * side + 90, side + 150
     lengths = ", ".join(map(str, DOCUMENTS))
@@ -99,10 +99,15 @@ def main() -> None:
     ]
     for i, layout in enumerate(DRAWN):
         parts += panel(layout, 20 + i * (side + 50), 70)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    """Writes the figure beside this file and prints its numbers."""
     for layout in LAYOUTS:
         print(layout, *(f"rank {r}: {t}" for r, t in enumerate(table(plan_of(layout)))), sep="\n  ")
     target = Path(__file__).with_name("packed_row.svg")
-    target.write_text("\n".join([*parts, "</svg>", ""]), encoding="utf-8")
+    target.write_text(figure(), encoding="utf-8")
     print(f"(tokens, score entries, K/V rows sent); wrote {target.name}")
 
 

@@ -83,5 +83,14 @@ def test_links_and_pictures_are_there() -> None:
     assert [t for t in targets if not (ROOT / t).exists()] == []
 
 
+def test_the_figure_is_the_planner_s() -> None:
+    """When this fails the planner splits the pictured row in another way: run `python docs/packed_row.py`."""
+    from docs import packed_row
+
+    drawn = (ROOT / "docs" / "packed_row.svg").read_text(encoding="utf-8")
+    assert drawn == packed_row.figure()
+    assert drawn.replace(packed_row.COLOURS[0], packed_row.COLOURS[1]) != packed_row.figure()
+
+
 def make(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=False)
