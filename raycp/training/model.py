@@ -25,8 +25,6 @@ from raycp.training.sharding import held_rows
 from raycp.training.spec import ModelSpec
 from raycp.training.weights import empty_model, fill
 
-__all__ = ["Heads", "ModelSpec", "Trainee", "build_trainee"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
