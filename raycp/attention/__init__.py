@@ -5,6 +5,7 @@
 * `communicator`, `in_memory`: how rows travel; process groups, or threads for tests
 * `groups`: `build_groups`, the process groups of a grid
 * `ring`: the loop
+* `ulysses`: the trade of tokens for heads around it
 * `api`: `cp_attention`, checked entry
 * `register`: `attn_implementation="raycp"` and its `Carrier`
 """

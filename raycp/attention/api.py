@@ -7,8 +7,9 @@ here and not a hang. Legend: t rows of the rank, H query heads, K key/value head
 import torch
 
 from raycp.attention.groups import Groups
-from raycp.attention.kernels import Kernel, kernel_for
+from raycp.attention.kernels import Kernel, for_groups, kernel_for
 from raycp.attention.ring import RingAttention, RingCall
+from raycp.attention.ulysses import HeadExchange, HeadsToTokens, TokensToHeads
 from raycp.errors import PlanError
 from raycp.plan import AttentionPlan
 
@@ -44,7 +45,7 @@ def cp_attention(
         WorkerError: another rank failed.
     """
     call = make_call(q, k, v, plan=plan, groups=groups, scale=scale, kernel=kernel)
-    return run_call(q, k, v, call)
+    return run_call(q, k, v, plan=plan, groups=groups, call=call)
 
 
 def make_call(
@@ -59,17 +60,29 @@ def make_call(
 ) -> RingCall:
     """Checks everything that can be checked on this rank alone. Arguments and errors as `cp_attention`."""
     _check(q, k, v, plan, groups)
+    kernel = kernel_for(q.device) if kernel is None else kernel
     return RingCall(
         program=plan.program(groups.cp_rank),
         communicator=groups.communicator,
-        kernel=kernel_for(q.device) if kernel is None else kernel,
+        kernel=for_groups(kernel, plan.head_shares()[groups.ulysses.rank].group_sizes),
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
     )
 
 
-def run_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall) -> torch.Tensor:
-    """The autograd function, typed."""
+def run_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, plan: AttentionPlan, groups: Groups, call: RingCall
+) -> torch.Tensor:
+    """Attention as `cp_attention`, of a call that `make_call` made: a ring, inside a trade of tokens for heads."""
+    if groups.ulysses.size == 1:
+        return _typed(RingAttention.apply(q, k, v, call))  # type: ignore[no-untyped-call]
+    exchange = HeadExchange(groups.ulysses, plan.group_rows(groups.cp_rank), call.name, call.stats)
+    query, kv = ([getattr(share, name) for share in plan.head_shares()] for name in ("query", "kv"))
+    q, k, v = TokensToHeads.apply(exchange, (query, kv, kv), q, k, v)  # type: ignore[no-untyped-call]
     out = RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    return _typed(HeadsToTokens.apply(exchange, query, out))  # type: ignore[no-untyped-call]
+
+
+def _typed(out: object) -> torch.Tensor:
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -78,6 +91,11 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPla
     if plan.grid != groups.grid:
         raise PlanError(
             f"the plan is for {plan.grid}, the groups are for {groups.grid}", fix="use one RankGrid for both"
+        )
+    if (groups.communicator.size, groups.ulysses.size) != (plan.grid.ring, plan.grid.ulysses):
+        raise PlanError(
+            f"groups of {groups.communicator.size} ring x {groups.ulysses.size} Ulysses ranks for {plan.grid}",
+            fix="make the groups with build_groups(plan.grid)",
         )
     rank, rows = groups.cp_rank, plan.num_tokens(groups.cp_rank)
     for name, x, heads in (("q", q, plan.num_heads), ("k", k, plan.num_kv_heads), ("v", v, plan.num_kv_heads)):

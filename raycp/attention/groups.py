@@ -5,7 +5,8 @@ that whoever made them can abort or destroy them; nothing is kept in a global.
 """
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -26,6 +27,8 @@ class Groups:
     rank: int
     communicator: Communicator
     process_groups: tuple[dist.ProcessGroup, ...] = ()
+    ulysses: Communicator = field(default_factory=LocalCommunicator)
+    """Of this rank's Ulysses group."""
 
     @property
     def cp_rank(self) -> int:
@@ -36,7 +39,7 @@ class Groups:
 def build_groups(grid: RankGrid, *, rank: int | None = None, timeout: datetime.timedelta | None = None) -> Groups:
     """Makes the groups of a grid; a collective over the default process group, which must have `grid.world_size` ranks.
 
-    A grid of one rank needs no process group, and a ring of one rank makes none.
+    A grid of one rank needs no process group, and a ring or Ulysses group of one rank makes none.
 
     Args:
         grid: the world.
@@ -46,22 +49,39 @@ def build_groups(grid: RankGrid, *, rank: int | None = None, timeout: datetime.t
     Raises:
         PlanError: the world has another size than the grid, `rank` is not in it, or this version has no such groups.
     """
-    if grid.ulysses != 1 or grid.window != 1:
-        raise PlanError(f"{grid}: this version has single rings only", fix="set ulysses=1 and window=1")
+    if grid.window != 1:
+        raise PlanError(f"{grid}: this version has single rings only", fix="set window=1")
     if grid.world_size > 1:
         _check_world(grid)
     if rank is None:
         rank = dist.get_rank() if grid.world_size > 1 else 0
-    coordinates = grid.coordinates(rank)
-    if grid.ring == 1:
-        return Groups(grid, rank, LocalCommunicator())
-    mine = None
+    grid.coordinates(rank)
+    communicators: list[Communicator] = []
+    made: list[dist.ProcessGroup] = []
+    for kind in (_rings(grid), _ulysses_groups(grid)):
+        mine: Communicator = LocalCommunicator()
+        for members in kind:
+            if len(members) == 1:
+                continue
+            group = dist.new_group(list(members), timeout=timeout)
+            if rank in members:
+                assert isinstance(group, dist.ProcessGroup)
+                mine = ProcessGroupCommunicator(group)
+                made.append(group)
+        communicators.append(mine)
+    return Groups(grid, rank, communicators[0], tuple(made), communicators[1])
+
+
+def _rings(grid: RankGrid) -> Iterator[tuple[int, ...]]:
     for dp_index in range(grid.dp):
-        group = dist.new_group(list(grid.ring_ranks(dp_index)), timeout=timeout)
-        if dp_index == coordinates.dp_index:
-            mine = group
-    assert isinstance(mine, dist.ProcessGroup)
-    return Groups(grid, rank, ProcessGroupCommunicator(mine), (mine,))
+        for ulysses_index in range(grid.ulysses):
+            yield grid.ring_ranks(dp_index, ulysses_index)
+
+
+def _ulysses_groups(grid: RankGrid) -> Iterator[tuple[int, ...]]:
+    for dp_index in range(grid.dp):
+        for ring_index in range(grid.ring):
+            yield grid.ulysses_ranks(dp_index, ring_index)
 
 
 def _check_world(grid: RankGrid) -> None:

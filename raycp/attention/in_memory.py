@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ class InMemoryWorld:
         self._changed = threading.Condition()
         self._broken: str | None = None
 
-    def communicator(self, rank: int) -> Communicator:
-        """The end of the ring that belongs to `rank`."""
-        return _InMemoryCommunicator(self, rank)
+    def communicator(self, rank: int, members: Sequence[int] | None = None) -> Communicator:
+        """The end that belongs to `rank` of a group of ranks; None: all."""
+        return _InMemoryCommunicator(self, rank, tuple(range(self.size)) if members is None else tuple(members))
 
     def run(self, fn: Callable[[Communicator], Any]) -> list[Any]:
         """Calls `fn(communicator)` of every rank, each in its own thread, and returns the results by rank.
@@ -124,14 +125,17 @@ class _Parcel:
 
 
 class _InMemoryCommunicator:
-    def __init__(self, world: InMemoryWorld, rank: int) -> None:
+    def __init__(self, world: InMemoryWorld, rank: int, members: tuple[int, ...]) -> None:
         self._world = world
-        self.rank = rank
-        self.size = world.size
+        self._members = members
+        self._world_rank = rank
+        self.rank = members.index(rank)
+        self.size = len(members)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        parcels = [(self._world.put(self.rank, m), m) for m in sends]
-        return _InMemoryHandle(self._world, self.rank, parcels, receives)
+        sends, receives = ([replace(m, peer=self._members[m.peer]) for m in ms] for ms in (sends, receives))
+        parcels = [(self._world.put(self._world_rank, m), m) for m in sends]
+        return _InMemoryHandle(self._world, self._world_rank, parcels, receives)
 
 
 class _InMemoryHandle:

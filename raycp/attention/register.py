@@ -106,7 +106,7 @@ class Carrier:
             recall=(lambda: self.kept.pop(layer, None)) if recomputing else None,
             keep=(lambda out, lse: self.kept.__setitem__(layer, (out, lse))) if self.keep and not recomputing else None,
         )
-        return run_call(q, k, v, call)
+        return run_call(q, k, v, plan=self.plan, groups=self.groups, call=call)
 
 
 def register_attention() -> str:

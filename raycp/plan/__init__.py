@@ -8,15 +8,30 @@ is imported); executors in `raycp.attention` obey a plan and decide nothing.
 * `layout`: which ranges of a pack each context-parallel rank holds
 * `balance`: documents kept whole where work allows
 * `blocks`: the parts of the score matrix between two shards
+* `heads`: which heads a rank of a Ulysses group computes
 * `program`: what one rank does in each step: rows to move, slices to compute
 * `attention_plan`: `AttentionPlan`, which puts these together for one pack
+* `checks`: what is refused, and why
 * `cost`: `CostModel`, seconds of a plan
 """
 
 from raycp.plan.attention_plan import AttentionPlan
 from raycp.plan.cost import CostModel
 from raycp.plan.grid import RankGrid
+from raycp.plan.heads import HeadShare, head_shares
 from raycp.plan.program import RankProgram, Step, Transfer
 from raycp.plan.ranges import MaskKind, Range, Slice
 
-__all__ = ["AttentionPlan", "CostModel", "MaskKind", "Range", "RankGrid", "RankProgram", "Slice", "Step", "Transfer"]
+__all__ = [
+    "AttentionPlan",
+    "CostModel",
+    "HeadShare",
+    "MaskKind",
+    "Range",
+    "RankGrid",
+    "RankProgram",
+    "Slice",
+    "Step",
+    "Transfer",
+    "head_shares",
+]

@@ -6,19 +6,19 @@ from the same arguments. Programs are made when first asked for, one rank at a t
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from raycp.errors import PlanError
+from raycp.plan.checks import check_choice, check_doc_ends, check_heads, check_window, resolve_algorithm
 from raycp.plan.cost import CostModel
 from raycp.plan.grid import RankGrid
+from raycp.plan.heads import HeadShare, head_shares
 from raycp.plan.layout import LAYOUTS, Ints, Shard, make_shards
 from raycp.plan.program import RankProgram, ring_program
 
-ALGORITHMS = ("ring",)
+ALGORITHMS = ("ring", "ulysses", "hybrid")
 MASKS = ("causal", "full")
 VERSION = 1
 """Enters the hash: raised when the same arguments begin to give another plan."""
@@ -67,7 +67,8 @@ class AttentionPlan:
             num_heads: query heads of the model (H).
             num_kv_heads: key/value heads of the model (K); divides `num_heads`.
             layout: "contiguous", "zigzag", "balanced" or "auto" (balanced).
-            algorithm: "ring" or "auto".
+            algorithm: "ring" (ulysses 1), "ulysses" (ring 1), "hybrid" (Ulysses inside, ring outside), or "auto": what
+                the grid says.
             mask: "causal" or "full".
             sliding_window: w: a query sees itself and the w - 1 keys before it, in its document. Not shorter than the
                 longest document is the same as None.
@@ -76,21 +77,18 @@ class AttentionPlan:
         Raises:
             PlanError: an argument is out of range, or asks for something this version does not have.
         """
-        ends = _check_doc_ends(doc_ends)
-        _check_heads(num_heads, num_kv_heads)
-        _check_choice("mask", mask, MASKS)
-        if layout != "auto":
-            _check_choice("layout", layout, LAYOUTS)
-        if algorithm != "auto":
-            _check_choice("algorithm", algorithm, ALGORITHMS)
-        _check_grid(grid)
+        ends = check_doc_ends(doc_ends)
+        check_heads(num_heads, num_kv_heads)
+        check_choice("mask", mask, MASKS)
+        check_choice("layout", layout, ("auto", *LAYOUTS))
+        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
         if sliding_window is not None:
-            _check_window(sliding_window, mask)
+            check_window(sliding_window, mask)
         return cls(
             doc_ends=ends,
             grid=grid,
             layout="balanced" if layout == "auto" else layout,
-            algorithm="ring",
+            algorithm=resolve_algorithm(algorithm, grid, num_heads),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             mask=mask,
@@ -123,28 +121,39 @@ class AttentionPlan:
         return digest
 
     def program(self, cp_rank: int) -> RankProgram:
-        """What context-parallel rank `cp_rank` does in each step."""
+        """What context-parallel rank `cp_rank` does in each step of its ring; the same in all of a Ulysses group."""
         self._check_rank(cp_rank)
-        if cp_rank not in self._cache:
-            self._cache[cp_rank] = ring_program(
-                self._shards(), self.doc_ends, cp_rank, causal=self.mask == "causal", window=self.sliding_window
+        ring_index = cp_rank // self.grid.ulysses
+        if ring_index not in self._cache:
+            self._cache[ring_index] = ring_program(
+                self._shards(), self.doc_ends, ring_index, causal=self.mask == "causal", window=self.sliding_window
             )
-        program: RankProgram = self._cache[cp_rank]
+        program: RankProgram = self._cache[ring_index]
         return program
+
+    def head_shares(self) -> tuple[HeadShare, ...]:
+        """Heads of each rank of a Ulysses group."""
+        return head_shares(self.num_heads, self.num_kv_heads, self.grid.ulysses)
+
+    def group_rows(self, cp_rank: int) -> tuple[int, ...]:
+        """Tokens of each rank of the Ulysses group of `cp_rank`; together they are the shard of its ring index."""
+        self._check_rank(cp_rank)
+        rows, size = self._shards()[cp_rank // self.grid.ulysses].num_tokens, self.grid.ulysses
+        return tuple(rows * (u + 1) // size - rows * u // size for u in range(size))
 
     def token_index(self, cp_rank: int) -> Ints:
         """Global positions of the tokens that `cp_rank` holds, in local order (ascending): int64 [t]."""
-        self._check_rank(cp_rank)
-        return self._shards()[cp_rank].token_index()
+        rows, u = self.group_rows(cp_rank), cp_rank % self.grid.ulysses
+        index = self._shards()[cp_rank // self.grid.ulysses].token_index()
+        return index[sum(rows[:u]) : sum(rows[: u + 1])]
 
     def num_tokens(self, cp_rank: int) -> int:
         """Tokens that `cp_rank` holds (t); ranks may hold unequal numbers, also 0."""
-        self._check_rank(cp_rank)
-        return self._shards()[cp_rank].num_tokens
+        return self.group_rows(cp_rank)[cp_rank % self.grid.ulysses]
 
     def work(self, cp_rank: int) -> int:
         """Visible score entries that `cp_rank` computes, summed over its query heads."""
-        return self.program(cp_rank).area * self.num_heads
+        return self.program(cp_rank).area * len(self.head_shares()[cp_rank % self.grid.ulysses].query)
 
     def bytes_moved(
         self,
@@ -162,13 +171,27 @@ class AttentionPlan:
             head_dim: D of queries and keys.
             value_dim: D of values; None: the same.
             itemsize: bytes of one number of K and V.
-            direction: "forward" sends K and V rows; "backward" also dK and dV of received rows, in fp32.
+            direction: "forward" sends K and V rows; "backward" also dK and dV of received rows, in fp32. A Ulysses
+                exchange sends its gradients as it sent the tensors.
         """
-        _check_choice("direction", direction, ("forward", "backward"))
-        program = self.program(cp_rank)
-        row = self.num_kv_heads * (head_dim + (head_dim if value_dim is None else value_dim))
-        gradients = program.rows_received * row * 4 if direction == "backward" else 0
-        return program.rows_sent * row * itemsize + gradients
+        check_choice("direction", direction, ("forward", "backward"))
+        value_dim = head_dim if value_dim is None else value_dim
+        program, u = self.program(cp_rank), cp_rank % self.grid.ulysses
+        shares, rows = self.head_shares(), self.group_rows(cp_rank)
+        own = shares[u]
+        ring = program.rows_sent * len(own.kv) * (head_dim + value_dim) * itemsize
+        before = sum(  # what each token brings to the ranks that compute its heads
+            len(share.query) * head_dim + len(share.kv) * (head_dim + value_dim)
+            for peer, share in enumerate(shares)
+            if peer != u
+        )
+        after = sum(len(share.query) for peer, share in enumerate(shares) if peer != u) * value_dim
+        others = sum(rows) - rows[u]
+        if direction == "forward":
+            return ring + (rows[u] * before + others * len(own.query) * value_dim) * itemsize
+        ring += program.rows_received * len(own.kv) * (head_dim + value_dim) * 4
+        back = len(own.query) * head_dim + len(own.kv) * (head_dim + value_dim)
+        return ring + (rows[u] * after + others * back) * itemsize
 
     def explain(self, *, head_dim: int = 128, itemsize: int = 2) -> str:
         """A table of one layer: tokens, work, kernel calls, traffic and estimated forward seconds of each rank."""
@@ -182,12 +205,12 @@ class AttentionPlan:
         for rank in range(grid.cp):
             program = self.program(rank)
             sent = self.bytes_moved(rank, head_dim=head_dim, itemsize=itemsize)
-            messages = sum(len(step.sends) for step in program.steps)
+            messages = sum(len(step.sends) for step in program.steps) + 4 * (grid.ulysses - 1)
             compute = self.cost.compute_seconds(self.work(rank), program.num_slices, head_dim=head_dim)
             link = self.cost.link_seconds(sent, messages)
             lines.append(
-                f"{rank:>4} {program.num_tokens:>8} {self.work(rank):>16} {program.num_slices:>6} {sent / 2**20:>9.1f} "
-                f"{compute:>10.4f} {link:>10.4f}"
+                f"{rank:>4} {self.num_tokens(rank):>8} {self.work(rank):>16} {program.num_slices:>6} "
+                f"{sent / 2**20:>9.1f} {compute:>10.4f} {link:>10.4f}"
             )
         return "\n".join(lines)
 
@@ -208,58 +231,5 @@ class AttentionPlan:
             raise PlanError(f"cp_rank={cp_rank} is outside [0, {self.grid.cp})", fix="pass a rank of this plan's grid")
 
 
-_FIXES: Mapping[str, str] = {
-    "ulysses": "'ulysses' is not available in this version; set algorithm to 'ring' or 'auto'",
-    "hybrid": "'hybrid' is not available in this version; set algorithm to 'ring' or 'auto'",
-    "allgather": "'allgather' is not available in this version; set algorithm to 'ring' or 'auto'",
-}
-
-
 def _longest(doc_ends: tuple[int, ...]) -> int:
     return max((stop - start for start, stop in zip((0, *doc_ends), doc_ends, strict=False)), default=0)
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        fix = _FIXES.get(value, f"set {name} to one of {', '.join(allowed)}")
-        raise PlanError(f"{name}={value!r} is not a choice", fix=fix)
-
-
-def _check_grid(grid: RankGrid) -> None:
-    if grid.ulysses != 1:
-        raise PlanError(f"RankGrid(ulysses={grid.ulysses}): a ring has one Ulysses rank", fix="set ulysses=1")
-    if grid.window != 1:
-        raise PlanError(
-            f"RankGrid(window={grid.window}): double rings are not available in this version", fix="set window=1"
-        )
-
-
-def _check_window(window: int, mask: str) -> None:
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise PlanError(f"sliding_window={window!r} is not a whole number of at least 1", fix="pass None for no window")
-    if mask != "causal":
-        raise PlanError(f"sliding_window={window} with mask={mask!r}", fix="use mask='causal', or sliding_window=None")
-
-
-def _check_heads(num_heads: int, num_kv_heads: int) -> None:
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise PlanError(
-            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}",
-            fix="pass the model's num_attention_heads and num_key_value_heads",
-        )
-
-
-def _check_doc_ends(doc_ends: Sequence[int]) -> tuple[int, ...]:
-    ends = np.asarray(doc_ends)
-    if ends.ndim != 1 or (ends.size and not np.issubdtype(ends.dtype, np.integer)):
-        raise PlanError(
-            f"doc_ends has dtype {ends.dtype} and {ends.ndim} dimensions", fix="pass a flat list of integers"
-        )
-    lengths = np.diff(ends, prepend=0) if ends.size else ends
-    if ends.size and int(lengths.min()) < 1:
-        bad = int(np.flatnonzero(lengths < 1)[0])
-        raise PlanError(
-            f"doc_ends[{bad}]={int(ends[bad])} is not above the end before it ({int(ends[bad] - lengths[bad])})",
-            fix="pass strictly ascending ends; leave documents without tokens out",
-        )
-    return tuple(int(e) for e in ends)

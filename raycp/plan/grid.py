@@ -99,6 +99,10 @@ class RankGrid:
         """Global ranks of one ring, in order of their ring index."""
         return tuple(self.rank(dp_index, i, ulysses_index) for i in range(self.ring))
 
+    def ulysses_ranks(self, dp_index: int, ring_index: int) -> tuple[int, ...]:
+        """Global ranks of one Ulysses group, in order of their Ulysses index."""
+        return tuple(self.rank(dp_index, ring_index, u) for u in range(self.ulysses))
+
 
 def _check_index(name: str, value: int, size: int) -> None:
     if not 0 <= value < size:

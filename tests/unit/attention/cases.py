@@ -11,7 +11,6 @@ from itertools import accumulate
 import torch
 
 from raycp.attention import Groups, InMemoryWorld, cp_attention
-from raycp.attention.communicator import Communicator
 from raycp.attention.kernels import Kernel
 from raycp.attention.kernels.reference import dense_attention, sawtooth
 from raycp.plan import AttentionPlan, RankGrid
@@ -36,6 +35,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     amplitude: float = 1.0
     window: int | None = None
+    ulysses: int = 1
 
     @property
     def doc_ends(self) -> list[int]:
@@ -44,7 +44,7 @@ class Case:
     def plan(self) -> AttentionPlan:
         return AttentionPlan.build(
             self.doc_ends,
-            RankGrid(1, self.ring),
+            RankGrid(1, self.ring, self.ulysses),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             layout=self.layout,
@@ -101,14 +101,14 @@ def expected(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 def run_rank(
-    case: Case, communicator: Communicator, *, plan: AttentionPlan | None = None, kernel: Kernel | None = None
+    case: Case, groups: Groups, *, plan: AttentionPlan | None = None, kernel: Kernel | None = None
 ) -> tuple[torch.Tensor, ...]:
     """This rank's out, dq, dk, dv: [t, ...]."""
     plan = case.plan() if plan is None else plan
-    index = torch.from_numpy(plan.token_index(communicator.rank))
+    index = torch.from_numpy(plan.token_index(groups.cp_rank))
     q, k, v, dout = (x[index] for x in case.tensors())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = cp_attention(*leaves, plan=plan, groups=Groups(plan.grid, communicator.rank, communicator), kernel=kernel)
+    out = cp_attention(*leaves, plan=plan, groups=groups, kernel=kernel)
     assert out.dtype == case.dtype
     out.backward(dout)
     grads = [x.grad for x in leaves]
@@ -118,7 +118,7 @@ def run_rank(
 def gather(case: Case, parts: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
     """Shards of all ranks back in pack order, fp64."""
     plan = case.plan()
-    order = torch.cat([torch.from_numpy(plan.token_index(rank)) for rank in range(case.ring)])
+    order = torch.cat([torch.from_numpy(plan.token_index(rank)) for rank in range(plan.grid.cp)])
     whole = []
     for shards in zip(*parts, strict=True):
         x = torch.cat(shards).double()
@@ -141,5 +141,13 @@ def run_in_memory(
     kernel: Kernel | None = None,
 ) -> list[tuple[torch.Tensor, ...]]:
     """out, dq, dk, dv of every rank, each rank a thread."""
-    world = InMemoryWorld(case.ring) if world is None else world
-    return world.run(lambda communicator: run_rank(case, communicator, plan=plan, kernel=kernel))
+    grid = case.plan().grid
+    world = InMemoryWorld(grid.cp) if world is None else world
+    return world.run(lambda whole: run_rank(case, groups_in_memory(world, grid, whole.rank), plan=plan, kernel=kernel))
+
+
+def groups_in_memory(world: InMemoryWorld, grid: RankGrid, rank: int) -> Groups:
+    """As `build_groups`, of a rank of one replica."""
+    _, ring_index, ulysses_index = grid.coordinates(rank)
+    ring = world.communicator(rank, grid.ring_ranks(0, ulysses_index))
+    return Groups(grid, rank, ring, (), world.communicator(rank, grid.ulysses_ranks(0, ring_index)))

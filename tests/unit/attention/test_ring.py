@@ -277,7 +277,11 @@ def test_error_of_a_rank_names_the_rows_that_were_waited_for() -> None:
 
     def rank(communicator: Communicator) -> None:
         try:
-            run_rank(LONG, communicator, kernel=Failing() if communicator.rank == 1 else None)
+            run_rank(
+                LONG,
+                Groups(LONG.plan().grid, communicator.rank, communicator),
+                kernel=Failing() if communicator.rank == 1 else None,
+            )
         except WorkerError as error:
             seen.append(str(error))
             raise

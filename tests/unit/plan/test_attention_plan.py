@@ -219,6 +219,18 @@ def test_documents_inside_one_rank_move_nothing() -> None:
     assert all(plan.bytes_moved(rank, head_dim=64) == 0 for rank in range(4))
 
 
+@pytest.mark.parametrize(
+    ("grid", "algorithm"), [(RankGrid(1, 4), "ring"), (RankGrid(1, 1, 4), "ulysses"), (RankGrid(1, 2, 2), "hybrid")]
+)
+def test_auto_is_what_the_grid_says(grid: RankGrid, algorithm: str) -> None:
+    plan = AttentionPlan.build([30, 41], grid, num_heads=9, num_kv_heads=3)
+    assert plan.algorithm == algorithm
+    assert np.array_equal(np.sort(np.concatenate([plan.token_index(r) for r in range(4)])), np.arange(41))
+    pairs = visible_pairs(plan).sum()
+    assert sum(plan.work(rank) for rank in range(4)) == pairs * 9
+    assert [plan.num_tokens(rank) for rank in range(4)] == [len(plan.token_index(rank)) for rank in range(4)]
+
+
 def test_hash_names_everything_that_decides_the_plan() -> None:
     base = {"doc_ends": [3, 7, 8], "grid": RankGrid(1, 2), "num_heads": 4, "num_kv_heads": 2}
     first = AttentionPlan.build(**base)
@@ -230,6 +242,7 @@ def test_hash_names_everything_that_decides_the_plan() -> None:
         {"doc_ends": [3, 6, 8]},
         {"grid": RankGrid(2, 2)},
         {"grid": RankGrid(1, 3)},
+        {"grid": RankGrid(1, 1, 2)},
         {"num_heads": 8},
         {"num_kv_heads": 1},
         {"layout": "contiguous"},
@@ -292,10 +305,10 @@ def test_explain_has_a_line_per_rank() -> None:
         ({"num_kv_heads": 0}, "num_kv_heads=0"),
         ({"mask": "sawtooth"}, "mask='sawtooth'"),
         ({"layout": "striped"}, "layout='striped'"),
-        ({"algorithm": "ulysses"}, "algorithm='ulysses'"),
-        ({"algorithm": "hybrid"}, "algorithm='hybrid'"),
+        ({"algorithm": "ulysses"}, "ring=2"),
+        ({"grid": RankGrid(1, 1, 5)}, "ulysses=5.*4 query heads"),
         ({"algorithm": "allgather"}, "algorithm='allgather'"),
-        ({"grid": RankGrid(1, 1, 2)}, "ulysses=2"),
+        ({"grid": RankGrid(1, 1, 2), "algorithm": "ring"}, "ulysses=2"),
         ({"grid": RankGrid(1, 4, window=2)}, "window=2"),
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"sliding_window": 3, "mask": "full"}, "sliding_window=3 with mask='full'"),
