@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from raycp.training.mesh import SHARD
@@ -65,8 +66,13 @@ def written_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 def named_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the names that Hugging Face's files use; a tied parameter once, under its first name.
 
+    A forward pass without gradients (evaluation) leaves the root's parameters gathered: they are let go first, so that
+    what is yielded is what the optimizer holds, and no stale copy outlives a change.
+
     Args:
         module: a `Trainee`, or a language model itself.
     """
+    if isinstance(module, FSDPModule):
+        module.reshard()
     for name, parameter in module.named_parameters():
         yield name.removeprefix("lm."), parameter

@@ -95,6 +95,6 @@ def _step(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def _is_first(module: nn.Module) -> bool:
-    parameter = next(module.parameters())
+    _, parameter = next(named_weights(module))
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is None or not any(mesh.get_coordinate())

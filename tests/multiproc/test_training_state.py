@@ -1,6 +1,7 @@
 """State moves between world sizes bit for bit; a checkpoint exports to a folder that Hugging Face loads."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from raycp.attention import build_groups
+from raycp.attention import Groups, build_groups
 from raycp.config import OptimConfig
 from raycp.plan import RankGrid
 from raycp.training.checkpoint import CheckpointReader, Manifest, commit, newest, step_folder, write_shard
 from raycp.training.export import export_hf
+from raycp.training.model import Trainee
 from raycp.training.optim import build_optimizer, clip_by_global_norm, set_learning_rate
 from raycp.training.sharding import named_weights
 from raycp.training.spec import ModelSpec
@@ -60,7 +62,9 @@ def _run_one(rank: int, world_size: int, job: Job) -> dict[str, Any]:
     groups = build_groups(job.grid)
     trainee = trainee_on(job.grid, job.model, shard=job.shard, dtype=job.dtype, initialise=not job.load)
     optimizer = build_optimizer(trainee, OPTIMIZERS[job.optimizer])
+    evaluate = partial(_evaluate, trainee, job.grid, groups)
     if job.load:
+        evaluate()  # leaves the root's parameters gathered: they must not survive the import
         import_state(trainee, optimizer, CheckpointReader(Path(job.load)).read)
     losses = []
     for step in job.steps:
@@ -75,6 +79,7 @@ def _run_one(rank: int, world_size: int, job: Job) -> dict[str, Any]:
         clip_by_global_norm(trainee, 1.0)
         set_learning_rate(optimizer, 0.01 * step)
         optimizer.step()
+    evaluate()
     state = export_state(trainee, optimizer)
     result: dict[str, Any] = {
         "losses": losses,
@@ -85,6 +90,13 @@ def _run_one(rank: int, world_size: int, job: Job) -> dict[str, Any]:
     if job.save:
         result["record"] = write_shard(Path(job.save), rank, state, generation=world_size)
     return result
+
+
+@torch.no_grad()
+def _evaluate(trainee: Trainee, grid: RankGrid, groups: Groups) -> None:
+    trainee.eval()
+    micro_batch_loss(trainee, EMPTY, grid, groups, 1.0)
+    trainee.train()
 
 
 def commit_of(folder: Path, results: list[dict[str, Any]], job: int = 0) -> Path:
