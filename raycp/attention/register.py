@@ -51,7 +51,7 @@ class Carrier:
         plan: of the pack.
         groups: of this rank.
         keep: hold output and log-sum-exp of each layer, so that activation checkpointing recomputes no attention. Costs
-            nothing where the layer's backward would have kept them; without checkpointing nothing is recomputed at all.
+            t x H x (Dv + 1) numbers a layer until backward, or until the carrier goes: leave it off in evaluation.
         on_layer: progress, called as `on_layer(layer, step)` after each step of each layer, forward and backward.
         kernel: None: what `kernel_for` has for the tensors' device.
 

@@ -34,8 +34,8 @@ def tiny_llama(seed: int = 0, attention: str = ATTENTION_NAME, **changes: object
     return LlamaForCausalLM(config)
 
 
-def llama_plan(doc_ends: list[int], ring: int) -> AttentionPlan:
-    return AttentionPlan.build(doc_ends, RankGrid(1, ring), num_heads=4, num_kv_heads=2)
+def llama_plan(doc_ends: list[int], ring: int, ulysses: int = 1) -> AttentionPlan:
+    return AttentionPlan.build(doc_ends, RankGrid(1, ring, ulysses), num_heads=4, num_kv_heads=2)
 
 
 def token_ids(doc_ends: list[int]) -> torch.Tensor:
