@@ -75,7 +75,7 @@ class OptimConfig:
     momentum: float = 0.0
     """Of SGD."""
     min_lr_ratio: float = 0.0
-    """Learning rate at the last step, as a fraction of `lr`."""
+    """What the schedule falls to one step after the last, as a fraction of `lr`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,12 +249,11 @@ def _check_parallel(found: _Problems, p: ParallelConfig, workers: int | None) ->
             f"parallel.cp={cp} x parallel.dp={dp} = {cp * dp} ranks, but workers={workers}",
             f"set workers={cp * dp}, or leave one of cp and dp on 'auto'",
         )
-    for name, value in (("cp", cp), ("dp", dp)):
-        other = dp if name == "cp" else cp
-        if value is not None and other is None and value >= 1 and workers % value:
+    for name, degree, other in (("cp", cp, dp), ("dp", dp, cp)):
+        if degree is not None and other is None and degree >= 1 and workers % degree:
             found.add(
-                f"parallel.{name}={value} does not divide workers={workers}",
-                f"set workers to a multiple of {value}, or parallel.{name} to a divisor of {workers}",
+                f"parallel.{name}={degree} does not divide workers={workers}",
+                f"set workers to a multiple of {degree}, or parallel.{name} to a divisor of {workers}",
             )
 
 

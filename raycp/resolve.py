@@ -64,13 +64,10 @@ def resolve_workers(config: FitConfig, *, resources: Mapping[str, float], resour
     workers = config.workers
     if workers is None:
         workers = cp * dp if cp and dp else cp or dp or (have if resource else 1) or 1
-    if cp is None and dp is None:
-        cp, dp = workers, 1
-    elif cp is None and dp is not None:
-        cp = max(1, workers // dp)
-    elif dp is None and cp is not None:
-        dp = max(1, workers // cp)
-    return dataclasses.replace(config, workers=workers, parallel=dataclasses.replace(p, cp=cp, dp=dp))
+    if cp is None:
+        cp = max(1, workers // (dp or 1))
+    parallel = dataclasses.replace(p, cp=cp, dp=dp or max(1, workers // cp))
+    return dataclasses.replace(config, workers=workers, parallel=parallel)
 
 
 def needs_checkpointing(config: FitConfig, model: Any, *, itemsize: int, accelerator: bool, host_bytes: int) -> bool:

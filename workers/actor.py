@@ -107,8 +107,13 @@ class TrainWorker:
 
         self._guard(rendezvous.generation, body, rank=rendezvous.rank)
 
-    def build(self, generation: int) -> None:
-        """Makes model, optimizer and data readers for the current groups. Collective."""
+    def build(self, generation: int, *, initialise: bool) -> None:
+        """Makes model, optimizer and data readers for the current groups. Collective.
+
+        Args:
+            generation: of the groups.
+            initialise: read or make the weights; False where `restore` follows.
+        """
 
         def body() -> None:
             groups, spec = self._require_groups(generation), self._spec
@@ -122,6 +127,7 @@ class TrainWorker:
                 activation_checkpointing=spec.activation_checkpointing,
                 loss_chunk=spec.config.loss_chunk,
                 seed=spec.config.seed,
+                initialise=initialise,
             )
             self._state = TrainState(
                 trainee=trainee,

@@ -39,6 +39,9 @@ from workers.messages import EvalReport, Probe, Rendezvous, RunSpec, StepReport,
 COLLECTIVE_TIMEOUT = 1800.0
 """Seconds that one collective may wait: longer than the longest imbalance of a step. Faults are seen much earlier."""
 
+PATIENCE = 10.0
+"""Times `heartbeat_timeout` that a rank may be silent while it loads or writes files (some libraries hold the GIL)."""
+
 
 class RunState(Enum):
     """Where a run is."""
@@ -142,8 +145,8 @@ class Controller:
             membership = self._probe(reservation, actors)
             self._enter(RunState.CONNECTING, "connecting")
             self._connect(membership)
-            self._enter(RunState.RESTORING, "loading")
-            step = self._restore(membership)
+            self._enter(RunState.RESTORING, "loading the model")
+            step = self._build_and_restore(membership)
             self._enter(RunState.RUNNING, "training")
             self._record.set_status("running")
             step = self._steps(membership, step)
@@ -187,7 +190,8 @@ class Controller:
     def _start(self, reservation: Reservation) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        check_packages([share.node for share in reservation.shares])
+        if not self._cluster.started_here:  # a local Ray imports from the driver's own folders
+            check_packages([share.node for share in reservation.shares])
         resource = self._spec.device.ray_resource
         remote = ray.remote(concurrency_groups={CONTROL: 2}, max_restarts=0, max_task_retries=0)(TrainWorker)
         accelerator: dict[str, Any] = {}
@@ -258,21 +262,32 @@ class Controller:
                 )
             )
 
-        membership.gather(join, what="connecting the workers")
-        membership.gather(lambda m: m.actor.build.remote(self.generation), what="building the model")
+        membership.gather(join, what="connecting the workers", patience=PATIENCE)
 
-    def _restore(self, membership: Membership) -> int:
-        """Fills the workers from the newest intact checkpoint; returns the steps that are done."""
+    def _build_and_restore(self, membership: Membership) -> int:
+        """Makes the model and fills it: from the newest intact checkpoint if there is one, else from its own weights.
+
+        Returns:
+            The steps that are done.
+        """
         began = time.monotonic()
         found = newest(self._folder / "checkpoints")
         for message in found.messages:
             self._display.say(message)
+        fresh = found.manifest is None
+        membership.gather(
+            lambda m: m.actor.build.remote(self.generation, initialise=fresh),
+            what="building the model",
+            patience=PATIENCE,
+        )
         if found.manifest is None or found.path is None:
             return 0
         step = self._schedule.restore(Cursor.from_dict(found.manifest.cursor))
         path = str(found.path)
         membership.gather(
-            lambda m: m.actor.restore.remote(self.generation, path), what=f"loading the checkpoint of step {step}"
+            lambda m: m.actor.restore.remote(self.generation, path),
+            what=f"loading the checkpoint of step {step}",
+            patience=PATIENCE,
         )
         self._checkpoint = found.path
         redone = max(self._last_step(0) - step, 0)
@@ -345,7 +360,9 @@ class Controller:
         self._display.phase("saving")
         folder = step_folder(self._folder / "checkpoints", step)
         shards = membership.gather(
-            lambda m: m.actor.save.remote(self.generation, step, str(folder)), what=f"checkpoint of step {step}"
+            lambda m: m.actor.save.remote(self.generation, step, str(folder)),
+            what=f"checkpoint of step {step}",
+            patience=PATIENCE,
         )
         cursor = self._schedule.cursor(step)
         manifest = Manifest(
@@ -379,7 +396,10 @@ class Controller:
             self._display.phase("exporting")
             out, checkpoint = str(self._folder / "export"), str(self._checkpoint)
             membership.gather(
-                lambda m: m.actor.export.remote(self.generation, checkpoint, out), what="export", only=[0]
+                lambda m: m.actor.export.remote(self.generation, checkpoint, out),
+                what="export",
+                only=[0],
+                patience=PATIENCE,
             )
             export = Path(out)
         status = "finished" if export is not None else "stopped"

@@ -62,13 +62,16 @@ class Membership:
         self._beats: dict[int, Any] = {}
         self._heard: dict[int, float] = {}
 
-    def gather(self, call: Callable[[Member], Any], *, what: str, only: Sequence[int] | None = None) -> list[Any]:
+    def gather(
+        self, call: Callable[[Member], Any], *, what: str, only: Sequence[int] | None = None, patience: float = 1.0
+    ) -> list[Any]:
         """Calls every member (or those in `only`) and waits for all answers.
 
         Args:
             call: starts the remote call on a member and returns its reference.
             what: name of the operation, for messages.
             only: ranks to call.
+            patience: factor on the time without an answer after which a rank counts as frozen.
 
         Returns:
             The answers, in rank order.
@@ -94,10 +97,10 @@ class Membership:
                     failures[member.rank] = _unwrap(error)
                 except RaycpError as error:
                     failures[member.rank] = error
-            frozen = self._frozen(chosen) if pending else None
+            frozen = self._frozen(chosen, patience * self._unresponsive_after) if pending else None
             if frozen is not None:
                 failures[frozen.rank] = TimeoutError(
-                    f"no answer from its control thread for {self._unresponsive_after:.0f} s"
+                    f"no answer from its control thread for {patience * self._unresponsive_after:.0f} s"
                 )
             if failures:
                 self._fail(failures, {r: references[r] for r in pending}, what)
@@ -118,7 +121,7 @@ class Membership:
         for member in self.members:
             ray.kill(member.actor, no_restart=True)
 
-    def _frozen(self, chosen: Sequence[Member]) -> Member | None:
+    def _frozen(self, chosen: Sequence[Member], limit: float) -> Member | None:
         """A member whose control thread has been silent too long; also feeds `watch` with rank 0's progress."""
         now = time.monotonic()
         for member in chosen:
@@ -126,7 +129,7 @@ class Membership:
             if reference is not None:
                 ready, _ = ray.wait([reference], timeout=0)
                 if not ready:
-                    if now - self._heard[member.rank] > self._unresponsive_after:
+                    if now - self._heard[member.rank] > limit:
                         return member
                     continue
                 del self._beats[member.rank]
@@ -174,13 +177,12 @@ class Membership:
         return WorkerError(f"{what} failed: {member.where}: {cause}", fix=fix, **details)
 
 
-def _unwrap(error: RayError) -> BaseException:
+def _unwrap(error: BaseException) -> BaseException:
     """The worker's own exception out of Ray's wrapper; Ray's error itself for a lost actor."""
-    if isinstance(error, RayTaskError):
-        cause = error.as_instanceof_cause()
-        inner = getattr(cause, "cause", None)
-        return inner if isinstance(inner, BaseException) else cause
-    return error
+    if not isinstance(error, RayTaskError):
+        return error
+    inner = getattr(error, "cause", None)
+    return inner if isinstance(inner, BaseException) else error
 
 
 def _weight(error: BaseException) -> tuple[int, float]:
