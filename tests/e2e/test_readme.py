@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -93,4 +94,7 @@ def test_the_figure_is_the_planner_s() -> None:
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    """`make` as a person calls it: without what a `make` around the tests hands down."""
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "VENV", "TEST_FLAGS", "DEMO_FLAGS", "PYTHON")
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    return subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
