@@ -1,45 +1,195 @@
-"""Seconds of a plan: a simple model of one attention layer on one rank.
+"""Seconds of attention: what a rank and its links do, and the tables of figures for the devices that raycp runs on.
 
-Guarantees: the same inputs give the same estimate; nothing is measured here. It tells which of two plans is better, not
-what a clock will show: compute and communication of a step are taken to overlap, the CPU kernel's block effects are not
-modelled.
+Guarantees: the same inputs give the same estimate; nothing is measured here. It is made to tell which of two plans is
+better, not what a clock will show. The figures of accelerators are published or derived ones (see `TABLES`): measure
+your own and pass them where the choice matters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from raycp.errors import PlanError
+
+Floats = npt.NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
+
+_RATES = ("flops", "bandwidth", "inter_bandwidth", "memory_bandwidth")
+_COUNTS = ("links", "ranks_per_node", "head_dim", "value_dim", "itemsize")
+_BACKWARD_FLOPS = 2.5
+"""Backward of attention over forward: five products of matrices, and two."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a rank and its link do. The defaults are one core of a server CPU and gloo on one host.
+    """What a rank and its links do, for one layer. The defaults are one core of a server CPU, and gloo on one host.
 
     Args:
         flops: matrix FLOP/s that the attention kernel reaches.
-        call_seconds: overhead of one kernel call.
-        bandwidth: bytes/s between two ranks.
-        latency: seconds before the first byte of a message arrives.
+        call_seconds: overhead of one forward kernel call.
+        backward_call_seconds: overhead of one backward kernel call.
+        one_call: the kernel takes all slices of a step in one call (variable-length kernels); else one call a slice.
+        causal_block: queries and keys that the kernel masks together. It computes a diagonal of n rows as if each row
+            saw half a block more: up to one block, a causal slice costs as much as a full one.
+        bandwidth: bytes/s between two ranks of a node, each way.
+        links: peers that a rank reaches at full `bandwidth` at the same time (8 cards in a full mesh: 7).
+        inter_bandwidth: bytes/s of a rank to ranks of other nodes.
+        ranks_per_node: consecutive ranks that share a node.
+        latency: seconds that a message costs beside its bytes.
+        memory_bandwidth: bytes/s of the rank's own memory: merging of partial results.
+        linear_flops: FLOP of a layer's linear parts for one token, forward.
+        head_dim: D of queries and keys.
+        value_dim: D of values.
+        itemsize: bytes of one number of K and V.
+
+    Raises:
+        PlanError: a figure is out of range.
     """
 
     flops: float = 1e11
-    call_seconds: float = 15e-6
+    call_seconds: float = 11e-6
+    backward_call_seconds: float = 17e-6
+    one_call: bool = False
+    causal_block: int = 512
     bandwidth: float = 1.2e9
+    links: int = 1
+    inter_bandwidth: float = 1.2e9
+    ranks_per_node: int = 64
     latency: float = 5e-5
+    memory_bandwidth: float = 1e10
+    linear_flops: float = 0.0
+    head_dim: int = 128
+    value_dim: int = 128
+    itemsize: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("flops", "call_seconds", "bandwidth", "latency"):
-            value = getattr(self, name)
-            rate = name in ("flops", "bandwidth")
-            if not (value > 0 if rate else value >= 0):
-                raise PlanError(f"CostModel({name}={value!r}) is out of range", fix=f"set {name} to a positive number")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            whole = field.name in (*_COUNTS, "causal_block")
+            low_ok = value > 0 if field.name in (*_RATES, *_COUNTS) else value >= 0
+            if not low_ok or (whole and value != int(value)):
+                raise PlanError(
+                    f"CostModel({field.name}={value!r}) is out of range",
+                    fix=f"set {field.name} to a {'whole' if whole else 'positive'} number",
+                )
 
-    def compute_seconds(self, work: int, calls: int, *, head_dim: int, value_dim: int | None = None) -> float:
-        """Forward of `work` score entries (summed over heads) in `calls` kernel calls: 2 (D + Dv) FLOP an entry."""
-        return (
-            work * 2 * (head_dim + (head_dim if value_dim is None else value_dim)) / self.flops
-            + calls * self.call_seconds
-        )
+    @classmethod
+    def named(cls, text: str, *, device: str) -> "CostModel":
+        """The figures of a device, with changes.
 
-    def link_seconds(self, num_bytes: int, messages: int) -> float:
-        """`messages` messages of `num_bytes` bytes in all."""
+        Args:
+            text: "auto", or the name of a table of `TABLES`; then any number of changes, all separated by commas:
+                "910b, bandwidth=5.6e10, links=1".
+            device: "cpu", "cuda" or "npu": what "auto" means.
+
+        Raises:
+            PlanError: no such table, or no such figure.
+        """
+        name, *changes = (part.strip() for part in text.split(","))
+        if "=" in name:
+            name, changes = "auto", [name, *changes]
+        table = _DEVICES.get(device, "cpu") if name == "auto" else name
+        if table not in TABLES:
+            raise PlanError(
+                f"no cost figures are named {name!r}", fix=f"name one of auto, {', '.join(TABLES)}, or give figures"
+            )
+        figures = {field.name: field for field in fields(cls)}
+        values: dict[str, float | int | bool] = {}
+        for change in changes:
+            key, _, word = (part.strip() for part in change.partition("="))
+            number = _number(word)
+            if key not in figures or number is None:
+                raise PlanError(
+                    f"{change!r} is not a figure of the cost model",
+                    fix=f"write name=number, with a name of {', '.join(figures)}",
+                )
+            default = figures[key].default
+            whole = isinstance(default, int) and not isinstance(default, bool) and number == int(number)
+            values[key] = bool(number) if isinstance(default, bool) else int(number) if whole else number
+        return replace(TABLES[table], **values)  # type: ignore[arg-type]
+
+    def compute_seconds(self, work: Number, calls: Number, *, backward: bool = False) -> Number:
+        """`work` score entries (summed over heads) in `calls` kernel calls: 2 (D + Dv) FLOP an entry forward."""
+        seconds = work * (2 * (self.head_dim + self.value_dim) / self.flops)
+        if backward:
+            return seconds * _BACKWARD_FLOPS + calls * self.backward_call_seconds
+        return seconds + calls * self.call_seconds
+
+    def link_seconds(self, num_bytes: float, messages: float) -> float:
+        """`messages` messages of `num_bytes` bytes in all, to a rank of the same node."""
         return messages * self.latency + num_bytes / self.bandwidth
+
+    @property
+    def linear_seconds(self) -> float:
+        """The linear parts of a layer for one token, forward and backward."""
+        return 3 * self.linear_flops / self.flops
+
+    @property
+    def smallest_ring_chunk(self) -> int:
+        """Queries that a rank must hold so that a ring hides its traffic, for causal attention and G = 1.
+
+        Forward of one step, L^2 / 2 x 2 (D + Dv) FLOP a head, must last as long as its L (D + Dv) numbers. With G query
+        heads to a key/value head, a G-th of it is enough.
+        """
+        return -int(-self.itemsize * self.flops // self.bandwidth)
+
+
+TABLES = {
+    "cpu": CostModel(),
+    "910b": CostModel(
+        flops=2e14,
+        call_seconds=1.5e-5,
+        backward_call_seconds=3e-5,
+        one_call=True,
+        causal_block=128,
+        bandwidth=2.5e10,
+        links=7,
+        inter_bandwidth=2e10,
+        ranks_per_node=8,
+        latency=2e-5,
+        memory_bandwidth=1.2e12,
+        itemsize=2,
+    ),
+    "a100": CostModel(
+        flops=1.8e14,
+        call_seconds=1e-5,
+        backward_call_seconds=2e-5,
+        one_call=True,
+        causal_block=128,
+        bandwidth=2.3e11,
+        inter_bandwidth=2.2e10,
+        ranks_per_node=8,
+        latency=1.2e-5,
+        memory_bandwidth=1.5e12,
+        itemsize=2,
+    ),
+    "h100": CostModel(
+        flops=6e14,
+        call_seconds=1e-5,
+        backward_call_seconds=2e-5,
+        one_call=True,
+        causal_block=128,
+        bandwidth=3.5e11,
+        inter_bandwidth=4.5e10,
+        ranks_per_node=8,
+        latency=1.2e-5,
+        memory_bandwidth=2.5e12,
+        itemsize=2,
+    ),
+}
+"""Figures that kernels and links reach, not peaks.
+
+cpu: measured (one core of a server with AVX-512, fp32; gloo on one host). 910b: 354 TFLOP/s bf16 peak, 56 % reached;
+one HCCS link of the full mesh of 8 (not verified), RoCE of 200 Gb/s between nodes. a100, h100: NVLink as rings reach
+it, InfiniBand of 200 and 400 Gb/s. Latencies and call overheads of accelerators are typical values, not measured.
+"""
+_DEVICES = {"cpu": "cpu", "cuda": "h100", "npu": "910b"}
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

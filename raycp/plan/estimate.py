@@ -1,0 +1,253 @@
+"""What a layout costs, counted for all ranks at once without making their programs.
+
+Guarantees: tokens, score entries, K/V rows and kernel calls are those of the programs (tests compare them), but for
+sliding windows, where entries are exact for a rank and shared over its steps by rows, and calls are a close guess.
+Costs a few numpy operations on one entry per piece of a split document, for each rank: 1 ms at 8 ranks and 100
+documents.
+
+Legend: P ranks of the ring; matrices are [receiver, owner]; the diagonal is a rank's own part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raycp.plan.cost import CostModel, Floats
+from raycp.plan.grid import RankGrid
+from raycp.plan.heads import head_shares
+from raycp.plan.layout import Ints, Shard
+
+_MERGE_BYTES = 2 * 4 * 4
+"""Of one number of a partial output: about four passes over it in fp32, forward, and as much for dQ, backward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Of one head of a pack on a ring of P ranks; float64.
+
+    Fields: `tokens` [P]. `entries`, `rows`, `calls`, `queries` [P, P]: visible score entries of the receiver's queries
+    against the owner's keys; rows of K and V that travel (0 on the diagonal); kernel calls, one a slice; rows of
+    partial results that are merged into those of earlier steps. `masked` [P]: entries that a kernel with blocks of
+    `CostModel.causal_block` computes in vain.
+    """
+
+    tokens: Floats
+    entries: Floats
+    rows: Floats
+    calls: Floats
+    queries: Floats
+    masked: Floats
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layer of one pack, on its slowest rank (seconds, forward and backward) and on its fullest (bytes).
+
+    Attributes:
+        seconds: all of it.
+        compute: kernels.
+        exposed: communication that no compute hides.
+        rest: merging of partial results, and the linear parts of the layer.
+        rows: share of all K/V rows of the other ranks that the busiest rank receives.
+        imbalance: largest work over mean work.
+        block_bytes: K and V of other ranks that are held at once.
+        cache_bytes: K and V of other ranks that a layer would keep until backward with `kv_cache="full"`.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    rest: float
+    rows: float
+    imbalance: float
+    block_bytes: int
+    cache_bytes: int
+
+
+def count(
+    shards: Sequence[Shard], doc_ends: Sequence[int], *, causal: bool, window: int | None, block: int = 1
+) -> Counts:
+    """Counts of a layout.
+
+    Args:
+        shards: what each rank holds.
+        doc_ends: where each document ends.
+        causal: whether queries see earlier keys only.
+        window: keys that a query sees at most, or None.
+        block: `CostModel.causal_block`.
+    """
+    size = len(shards)
+    ends = np.asarray(doc_ends, dtype=np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
+    entries, rows, calls, queries = (np.zeros((size, size)) for _ in range(4))
+    owner = np.repeat(np.arange(size), [len(s.start) for s in shards])
+    document, start, stop = (
+        np.concatenate([getattr(s, name) for s in shards]) for name in ("document", "start", "stop")
+    )
+    length, lengths = stop - start, (ends - starts)[document]
+    first = np.ones(len(owner), dtype=bool)  # of the pieces of its document on its rank
+    first[1:] = (owner[1:] != owner[:-1]) | (document[1:] != document[:-1])
+    strips = 1 if window is None else -(-2 * length // max(block, 2))  # a band is computed in strips of half a block
+    total = _entries(stop - starts[document], lengths, causal, window)
+    total -= _entries(start - starts[document], lengths, causal, window)
+    inside = _entries(length, length, True, window) if causal else np.zeros_like(length)
+
+    def per_rank(weights: npt.NDArray[Any]) -> Floats:
+        return _sums(owner, weights, size)
+
+    own = np.diag_indices(size)
+    masked = per_rank(np.minimum(length, block) * length / 2) if causal and block > 1 else np.zeros(size)
+    calls[own] = _own_calls(owner, length, first, size) if window is None else per_rank(strips * np.ones(len(owner)))
+    whole = length == lengths
+    entries[own] = per_rank(np.where(whole, total, inside))
+    part = np.flatnonzero(~whole)
+    owner, document, start, first, length = (x[part] for x in (owner, document, start, first, length))
+    strips = strips if isinstance(strips, int) else strips[part]
+    remote = (total - inside)[part]
+    low_at, high_at = starts[document], start if causal else ends[document]
+    if window is not None:
+        low_at = np.maximum(low_at, start - window + 1)
+    for k in range(size) if len(part) else ():
+        low, high = shards[k].rows_before(low_at), shards[k].rows_before(high_at)
+        visible = high - low
+        before = np.where(first, 0, np.append(0, high[:-1]))
+        entries[:, k] += per_rank(remote * visible / np.maximum(high_at - low_at, 1))
+        rows[:, k] = per_rank(np.maximum(high - np.maximum(low, before), 0))
+        queries[:, k] = per_rank((visible > 0) * length)
+        called = per_rank((visible > 0) & (first | (high != before) | (window is not None)) * strips)
+        calls[:, k] += np.where(np.arange(size) == k, 0, called)
+    rows[own] = queries[own] = 0
+    return Counts(np.array([s.num_tokens for s in shards], dtype=np.float64), entries, rows, calls, queries, masked)
+
+
+def _entries(x: Ints, length: Ints, causal: bool, window: int | None) -> Ints:
+    """Visible score entries of the first x queries of documents of `length` tokens."""
+    if not causal:
+        return x * length
+    growing = x if window is None else np.minimum(x, window)
+    return growing * (growing + 1) // 2 + (x - growing) * growing
+
+
+def _own_calls(owner: Ints, length: Ints, first: npt.NDArray[np.bool_], size: int) -> Floats:
+    """One call a document, and one for neighbouring documents of which the rank holds one token: [P]."""
+    begins = np.flatnonzero(first)
+    if not len(begins):
+        return np.zeros(size)
+    who, single = owner[begins], np.add.reduceat(length, begins) == 1
+    joins = np.append(False, single[1:] & single[:-1] & (who[1:] == who[:-1]))
+    return _sums(who, ~joins, size)
+
+
+def _sums(group: Ints, weights: npt.NDArray[Any], size: int) -> Floats:
+    """Sum of the weights of each of `size` groups."""
+    return np.bincount(group, weights=weights, minlength=size).astype(np.float64)
+
+
+def estimate(
+    counts: Counts, grid: RankGrid, cost: CostModel, *, algorithm: str, num_heads: int, num_kv_heads: int
+) -> Estimate:
+    """Seconds and bytes of one layer.
+
+    Args:
+        counts: of the layout, for the ring of `grid`.
+        grid: ring and Ulysses degrees.
+        cost: figures.
+        algorithm: "allgather" or anything else: what surrounds the ring is the grid's.
+        num_heads: query heads of the model.
+        num_kv_heads: key/value heads of the model.
+    """
+    shares = head_shares(num_heads, num_kv_heads, grid.ulysses)
+    query, kv = max(len(s.query) for s in shares), max(len(s.kv) for s in shares)
+    schedule = _allgather if algorithm == "allgather" else _ring
+    compute, exposed, block = schedule(counts, grid, cost, query, kv)
+    exposed = exposed + _exchange(counts, grid, cost, num_heads, sum(len(s.kv) for s in shares))
+    merged = 0 if algorithm == "allgather" else counts.queries.sum(1)
+    rest = (
+        merged * (query * cost.value_dim * _MERGE_BYTES) / cost.memory_bandwidth
+        + cost.linear_seconds * counts.tokens / grid.ulysses
+    )
+    seconds = compute + exposed + rest
+    slowest = int(np.argmax(seconds))
+    work = counts.entries.sum(1)
+    others = counts.tokens.sum() - counts.tokens
+    width = kv * (cost.head_dim + cost.value_dim) * cost.itemsize
+    return Estimate(
+        seconds=float(seconds[slowest]),
+        compute=float(compute[slowest]),
+        exposed=float(exposed[slowest]),
+        rest=float(rest[slowest]),
+        rows=float(np.max(counts.rows.sum(1) / np.maximum(others, 1))),
+        imbalance=float(work.max() / work.mean()) if work.sum() else 1.0,
+        block_bytes=int(block.max()) * width,
+        cache_bytes=int(counts.rows.sum(1).max()) * width,
+    )
+
+
+def _ring(counts: Counts, grid: RankGrid, cost: CostModel, query: int, kv: int) -> tuple[Floats, Floats, Floats]:
+    """Per rank: compute and exposed communication (seconds), most rows of others that are held at once."""
+    size, ranks = grid.ring, np.arange(grid.ring)
+    node = ranks * grid.ulysses // cost.ranks_per_node
+    compute, exposed, held, arriving = (np.zeros(size) for _ in range(4))
+    for backward in (False, True):
+        before = np.zeros(size)
+        for i in range(size):
+            source, target = (ranks - i) % size, (ranks + i) % size
+            if i:
+                incoming, outgoing = counts.rows[ranks, source], counts.rows[target, ranks]
+                num_bytes, factor = _moved(cost, kv, incoming, outgoing, backward), 2 if backward else 1
+                bandwidth = np.where(node != node[source], cost.inter_bandwidth, cost.bandwidth)
+                link = 2 * factor * (incoming + outgoing > 0) * cost.latency + num_bytes / bandwidth
+                exposed += np.maximum(link - before, 0)
+                held, arriving = np.maximum(held, incoming + arriving), incoming
+            calls = counts.calls[ranks, source]
+            before = cost.compute_seconds(
+                (counts.entries[ranks, source] + (0 if i else counts.masked)) * query,
+                np.minimum(calls, 1) if cost.one_call else calls,
+                backward=backward,
+            )
+            compute += before
+    return compute, exposed, held
+
+
+def _allgather(counts: Counts, grid: RankGrid, cost: CostModel, query: int, kv: int) -> tuple[Floats, Floats, Floats]:
+    """As `_ring`: all rows come at once, one key/value head while the head before is computed."""
+    incoming, outgoing = counts.rows.sum(1), counts.rows.sum(0)
+    peers = np.maximum((counts.rows > 0).sum(1), (counts.rows > 0).sum(0))
+    inter = grid.cp > cost.ranks_per_node
+    bandwidth = cost.inter_bandwidth if inter else cost.bandwidth * np.clip(peers, 1, cost.links)
+    own = np.diagonal(counts.calls)
+    calls = own + (counts.calls.sum(1) - own) / max(grid.ring - 1, 1)
+    compute, exposed = np.zeros(grid.ring), np.zeros(grid.ring)
+    for backward in (False, True):
+        link = 2 * (2 if backward else 1) * kv * peers * cost.latency
+        link = link + _moved(cost, kv, incoming, outgoing, backward) / bandwidth
+        seconds = cost.compute_seconds(
+            (counts.entries.sum(1) + counts.masked) * query,
+            kv * (np.minimum(calls, 1) if cost.one_call else calls),
+            backward=backward,
+        )
+        compute += seconds
+        exposed += link / kv + np.maximum(link - seconds, 0) * (kv - 1) / kv
+    return compute, exposed, incoming
+
+
+def _moved(cost: CostModel, kv: int, incoming: Floats, outgoing: Floats, backward: bool) -> Floats:
+    """Bytes of the busier direction: K and V come and go; in backward dK and dV too, in fp32, the other way."""
+    received = incoming * cost.itemsize + (outgoing * 4 if backward else 0)
+    sent = outgoing * cost.itemsize + (incoming * 4 if backward else 0)
+    return np.maximum(received, sent) * (cost.head_dim + cost.value_dim) * kv
+
+
+def _exchange(counts: Counts, grid: RankGrid, cost: CostModel, num_heads: int, kv_copies: int) -> Floats:
+    """Tokens for heads before attention and back after it, forward and backward; nothing hides it."""
+    size = grid.ulysses
+    if size == 1:
+        return np.zeros(grid.ring)
+    width = (num_heads + kv_copies) * (cost.head_dim + cost.value_dim) / size
+    num_bytes = np.ceil(counts.tokens / size) * (size - 1) * width * cost.itemsize
+    links = max(1, min(cost.links, size - 1))
+    bandwidth = cost.inter_bandwidth if size > cost.ranks_per_node else cost.bandwidth * links
+    return 2 * (4 * (size - 1) * cost.latency + num_bytes / bandwidth)

@@ -1,0 +1,101 @@
+"""Choices differ where the figures say so, and never from rank to rank."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from raycp.errors import PlanError
+from raycp.plan import AttentionPlan, CostModel, RankGrid, choose_grid
+
+NPU = CostModel.named("910b", device="npu")
+CUDA = CostModel.named("h100", device="cuda")
+LONG = [131_072]
+
+
+def packed(seed: int = 0, total: int = 131_072, longest: int = 8192) -> list[int]:
+    """Ends of documents of 64 to `longest` tokens, log-uniform."""
+    lengths = np.exp(np.random.default_rng(seed).uniform(np.log(64), np.log(longest), 1000)).astype(int)
+    ends = np.cumsum(lengths)
+    return [*ends[ends < total].tolist(), total]
+
+
+def layout_of(ends: Sequence[int], cost: CostModel, ring: int = 8, **more: object) -> str:
+    plan = AttentionPlan.build(ends, RankGrid(1, ring), num_heads=32, num_kv_heads=8, cost=cost, **more)  # type: ignore[arg-type]
+    return plan.layout
+
+
+def test_packs_of_many_documents_are_balanced() -> None:
+    assert {layout_of(packed(seed), cost) for seed in range(4) for cost in (NPU, CUDA, CostModel())} == {"balanced"}
+
+
+def test_a_window_much_shorter_than_a_shard_wants_neighbours() -> None:
+    assert layout_of(LONG, NPU, sliding_window=1024) == "contiguous"
+    assert layout_of(LONG, NPU) == "balanced"
+
+
+def test_where_messages_cost_more_than_work_documents_are_cut_once() -> None:
+    slow = CostModel(latency=1.0)
+    ends = [100, 200, 300, 400]
+    assert layout_of(ends, slow, ring=4) in ("balanced", "contiguous")
+    assert layout_of([100, 130, 400], CostModel(latency=1.0), ring=2) == "contiguous"
+
+
+def shape(cp: int, heads: int, kv: int, length: int, cost: CostModel, **more: object) -> tuple[int, int]:
+    grid = choose_grid(cp, heads, kv, length, cost, **more).grid  # type: ignore[arg-type]
+    return grid.ring, grid.ulysses
+
+
+def test_regimes_of_the_grid() -> None:
+    """A ring where compute hides it; Ulysses where it does not; both where a ring would leave the node."""
+    assert shape(8, 32, 8, 131_072, CUDA) == (8, 1)
+    assert shape(8, 32, 32, 8192, NPU) == (1, 8)
+    assert shape(32, 32, 8, 32_768, NPU) == (4, 8)
+    assert shape(8, 2, 1, 8192, NPU) == (4, 2), "a rank cannot have less than a query head"
+
+
+def test_packs_decide_over_one_long_document() -> None:
+    ends = [packed(seed, total=32_768, longest=2048) for seed in range(3)]
+    assert shape(8, 32, 32, 32_768, NPU) != (8, 1)
+    assert shape(8, 32, 32, 32_768, NPU, packs=ends) == (8, 1)
+
+
+def test_what_was_asked_for_is_kept() -> None:
+    assert shape(8, 32, 8, 1024, NPU, algorithm="ring") == (8, 1)
+    assert shape(8, 32, 8, 131_072, CUDA, algorithm="ulysses") == (1, 8)
+    assert shape(8, 32, 8, 131_072, CUDA, ulysses=4) == (2, 4)
+    ring, ulysses = shape(8, 32, 8, 131_072, CUDA, algorithm="hybrid")
+    assert ring > 1
+    assert ulysses > 1
+    with pytest.raises(PlanError, match="algorithm='hybrid' with cp=5"):
+        choose_grid(5, 32, 8, 1024, NPU, algorithm="hybrid")
+    with pytest.raises(PlanError, match="2 query heads"):
+        choose_grid(8, 2, 1, 1024, NPU, algorithm="ulysses")
+
+
+def test_the_reason_names_the_choice_and_the_alternatives() -> None:
+    choice = choose_grid(8, 32, 32, 8192, NPU)
+    assert choice.reason.startswith("chosen: ring 1 x ulysses 8 (window 1); ring 1 x ulysses 8 (window 1): ")
+    assert choice.reason.count("ms a layer") == 4
+    plan = AttentionPlan.build(packed(), RankGrid(1, 8), num_heads=32, num_kv_heads=8, cost=NPU)
+    text = plan.explain(head_dim=128)
+    assert "chosen: ring, balanced" in text
+    assert "instead of ring, zigzag" in text
+    assert "held MiB" in text
+
+
+def test_the_same_answer_every_time() -> None:
+    plans = [AttentionPlan.build(packed(3), RankGrid(1, 4), num_heads=32, num_kv_heads=8, cost=NPU) for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert plans[0].hash == plans[1].hash
+    assert plans[0].explain() == plans[1].explain()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("tpu", "named 'tpu'"), ("910b, speed=3", "speed=3"), ("bandwidth=fast", "fast"), ("flops=-1", "flops=-1.0")],
+)
+def test_figures_that_do_not_exist_are_refused(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said) as error:
+        CostModel.named(text, device="npu")
+    assert error.value.fix
