@@ -1,0 +1,62 @@
+"""Who is to blame when several ranks report a failure."""
+
+import pickle
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from raycp.driver.membership import Member, Membership
+from raycp.errors import WorkerError
+from workers.messages import Probe
+
+
+def membership(ranks: int = 3) -> Membership:
+    members = [
+        Member(
+            rank=r,
+            actor=None,
+            probe=Probe(node_id=f"node{r}" * 8, address=f"10.0.0.{r}", pid=100 + r, accelerators=(), cpu_count=1),
+        )
+        for r in range(ranks)
+    ]
+    return Membership(members, generation=7, unresponsive_after=1.0)
+
+
+def raised(time: float, *, communication: bool, cause: str = "ValueError: x") -> WorkerError:
+    return WorkerError("rank said so", fix="fix it", time=time, communication=communication, cause=cause)
+
+
+def blame(failures: dict[int, BaseException]) -> WorkerError:
+    return membership()._blame(failures, "step 4")
+
+
+@pytest.mark.parametrize(
+    ("failures", "culprit"),
+    [
+        ({0: raised(1.0, communication=True), 1: raised(2.0, communication=False)}, 1),
+        ({0: raised(1.0, communication=False), 2: ActorDiedError()}, 2),
+        ({0: raised(1.0, communication=False), 2: TimeoutError("frozen")}, 2),
+        ({1: raised(5.0, communication=False), 2: raised(3.0, communication=False)}, 2),
+        ({1: raised(5.0, communication=True), 2: raised(3.0, communication=True)}, 2),
+        ({0: ActorUnavailableError("busy", b"0" * 16), 1: raised(9.0, communication=False)}, 0),
+        ({0: ActorDiedError(), 1: ActorDiedError()}, 0),
+    ],
+)
+def test_the_culprit_is_not_the_first_rank_that_complains(failures: dict[int, BaseException], culprit: int) -> None:
+    error = blame(failures)
+    assert error.details["rank"] == culprit
+    assert f"rank {culprit} on node 10.0.0.{culprit}" in str(error)
+    assert set(error.details["others"]) == set(failures) - {culprit}
+    assert error.details["generation"] == 7
+
+
+def test_the_error_names_operation_cause_and_fix_and_survives_pickling() -> None:
+    error = blame({1: raised(1.0, communication=False, cause="ValueError: bad row")})
+    again: Any = pickle.loads(pickle.dumps(error))
+    for one in (error, again):
+        assert str(one).startswith("step 4 failed: rank 1 on node 10.0.0.1")
+        assert "ValueError: bad row" in str(one)
+        assert "fix it" in str(one)
+    assert not error.details["lost"]
+    assert blame({1: ActorDiedError()}).details["lost"]
