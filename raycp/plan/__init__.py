@@ -9,13 +9,20 @@ is imported); executors in `raycp.attention` obey a plan and decide nothing.
 * `balance`: documents kept whole where work allows
 * `blocks`: the parts of the score matrix between two shards
 * `heads`: which heads a rank of a Ulysses group computes
+* `rows`: sets of rows
 * `program`: what one rank does in each step: rows to move, slices to compute
+* `ring`, `gather`: the programs of the ring (single and double), and of one exchange
+* `kinds`: plans of a model whose layers differ
 * `attention_plan`: `AttentionPlan`, which puts these together for one pack
 * `checks`: what is refused, and why
-* `cost`: `CostModel`, seconds of a plan
+* `cost`: `CostModel`, figures of a device and its links
+* `estimate`: what a layout costs, without its programs
+* `choose`: layout, algorithm and grid where they were left on "auto"
+* `explain`: a plan in words
 """
 
 from raycp.plan.attention_plan import AttentionPlan
+from raycp.plan.choose import GridChoice, choose_grid
 from raycp.plan.cost import CostModel
 from raycp.plan.grid import RankGrid
 from raycp.plan.heads import HeadShare, head_shares
@@ -25,6 +32,7 @@ from raycp.plan.ranges import MaskKind, Range, Slice
 __all__ = [
     "AttentionPlan",
     "CostModel",
+    "GridChoice",
     "HeadShare",
     "MaskKind",
     "Range",
@@ -33,5 +41,6 @@ __all__ = [
     "Slice",
     "Step",
     "Transfer",
+    "choose_grid",
     "head_shares",
 ]

@@ -11,16 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raycp.errors import PlanError
-from raycp.plan.checks import check_choice, check_doc_ends, check_heads, check_window, resolve_algorithm
+from raycp.plan.checks import check_cache, check_choice, check_doc_ends, check_heads, check_window, resolve_algorithm
+from raycp.plan.choose import PREFERRED, Choice, choose_plan, natural_algorithms
 from raycp.plan.cost import CostModel
+from raycp.plan.gather import gather_program
 from raycp.plan.grid import RankGrid
-from raycp.plan.heads import HeadShare, head_shares
+from raycp.plan.heads import HeadShare, head_groups, head_shares
 from raycp.plan.layout import LAYOUTS, Ints, Shard, make_shards
-from raycp.plan.program import RankProgram, ring_program
+from raycp.plan.program import RankProgram
+from raycp.plan.ranges import Range
+from raycp.plan.ring import ring_program
 
-ALGORITHMS = ("ring", "ulysses", "hybrid")
+ALGORITHMS = ("ring", "ulysses", "hybrid", "allgather")
 MASKS = ("causal", "full")
-VERSION = 1
+KV_CACHES = ("none", "half", "full")
+VERSION = 2
 """Enters the hash: raised when the same arguments begin to give another plan."""
 
 
@@ -30,7 +35,8 @@ class AttentionPlan:
 
     Fields: `doc_ends` (host ints, ascending, last entry T), `grid`, `layout`, `algorithm`, `num_heads` (H),
     `num_kv_heads` (K), `mask` ("causal": a token sees itself and earlier tokens of its document; "full": its whole
-    document), `sliding_window` (None, or the keys that a query sees at most, itself included), `cost`.
+    document), `sliding_window` (None, or the keys that a query sees at most, itself included), `cost`, `kv_cache` (what
+    of other ranks' K and V is kept for backward), `balance` (what the balanced layout weighs, see `build`).
     """
 
     doc_ends: tuple[int, ...]
@@ -42,6 +48,8 @@ class AttentionPlan:
     mask: str
     sliding_window: int | None
     cost: CostModel
+    kv_cache: str = "none"
+    balance: tuple[tuple[int | None, int], ...] = ()
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -57,6 +65,8 @@ class AttentionPlan:
         mask: str = "causal",
         sliding_window: int | None = None,
         cost: CostModel | None = None,
+        kv_cache: str = "none",
+        balance: Sequence[tuple[int | None, int]] = (),
     ) -> "AttentionPlan":
         """Plans one pack.
 
@@ -66,13 +76,18 @@ class AttentionPlan:
             grid: the world.
             num_heads: query heads of the model (H).
             num_kv_heads: key/value heads of the model (K); divides `num_heads`.
-            layout: "contiguous", "zigzag", "balanced" or "auto" (balanced).
-            algorithm: "ring" (ulysses 1), "ulysses" (ring 1), "hybrid" (Ulysses inside, ring outside), or "auto": what
-                the grid says.
+            layout: "contiguous", "zigzag", "balanced" or "auto": what `cost` says is fastest for this pack.
+            algorithm: "ring" (ulysses 1), "ulysses" (ring 1), "hybrid" (Ulysses inside, ring outside),
+                "allgather" (ulysses 1; all needed rows in one exchange), or "auto": what the grid and `cost` say.
             mask: "causal" or "full".
             sliding_window: w: a query sees itself and the w - 1 keys before it, in its document. Not shorter than the
                 longest document is the same as None.
-            cost: figures for `explain`.
+            cost: figures that "auto" is decided by; None: those of a CPU core.
+            kv_cache: what of the K and V that a ring brings is kept until backward, which then does not move it again:
+                "none", "half" (K) or "full". Costs all remote rows of a layer, for each layer; worth it only where
+                compute cannot hide the traffic.
+            balance: (sliding window, layers) of each kind of layer, if plans of several kinds share one layout (see
+                `plans_by_kind`); (): this plan's own window.
 
         Raises:
             PlanError: an argument is out of range, or asks for something this version does not have.
@@ -84,17 +99,41 @@ class AttentionPlan:
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
         if sliding_window is not None:
             check_window(sliding_window, mask)
-        return cls(
+        cost = CostModel() if cost is None else cost
+        window = None if sliding_window is None or sliding_window >= _longest(ends) else sliding_window
+        natural = resolve_algorithm(algorithm, grid, num_heads)
+        algorithms = natural_algorithms(grid) if algorithm == "auto" else (natural,)
+        if check_cache(kv_cache, natural, KV_CACHES) and algorithm == "auto":
+            algorithms = tuple(a for a in algorithms if a != "allgather")
+        shared = "balanced" if balance and layout == "auto" else layout
+        choice = choose_plan(
+            ends,
+            grid,
+            algorithms=algorithms,
+            layouts=PREFERRED if shared == "auto" else (shared,),
+            causal=mask == "causal",
+            window=window,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            cost=cost,
+        )
+        plan = cls(
             doc_ends=ends,
             grid=grid,
-            layout="balanced" if layout == "auto" else layout,
-            algorithm=resolve_algorithm(algorithm, grid, num_heads),
+            layout=choice.layout,
+            algorithm=choice.algorithm,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             mask=mask,
-            sliding_window=None if sliding_window is None or sliding_window >= _longest(ends) else sliding_window,
-            cost=CostModel() if cost is None else cost,
+            sliding_window=window,
+            cost=cost,
+            kv_cache=kv_cache,
+            balance=tuple((None if w is None or w >= _longest(ends) else w, layers) for w, layers in balance),
         )
+        plan._cache["choice"] = choice
+        if choice.shards is not None and not balance:
+            plan._cache["shards"] = choice.shards
+        return plan
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}}
@@ -116,6 +155,7 @@ class AttentionPlan:
             grid = self.grid
             facts = [VERSION, self.doc_ends, [grid.dp, grid.ring, grid.ulysses, grid.window], self.layout]
             facts += [self.algorithm, self.num_heads, self.num_kv_heads, self.mask, self.sliding_window]
+            facts += [self.kv_cache, self.balance]
             self._cache["hash"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         digest: str = self._cache["hash"]
         return digest
@@ -125,11 +165,25 @@ class AttentionPlan:
         self._check_rank(cp_rank)
         ring_index = cp_rank // self.grid.ulysses
         if ring_index not in self._cache:
-            self._cache[ring_index] = ring_program(
-                self._shards(), self.doc_ends, ring_index, causal=self.mask == "causal", window=self.sliding_window
-            )
+            shards, causal, window = self._shards(), self.mask == "causal", self.sliding_window
+            if self.algorithm == "allgather":
+                made = gather_program(shards, self.doc_ends, ring_index, causal=causal, window=window)
+            else:
+                inner = self.grid.window
+                made = ring_program(shards, self.doc_ends, ring_index, causal=causal, window=window, inner=inner)
+            self._cache[ring_index] = made
         program: RankProgram = self._cache[ring_index]
         return program
+
+    def head_groups(self) -> tuple[Range, ...]:
+        """Key/value heads that "allgather" moves and computes at a time."""
+        return head_groups(self.num_kv_heads)
+
+    def holds_same_tokens(self, other: "AttentionPlan") -> bool:
+        """Whether every rank holds the same tokens of the same pack under both plans."""
+        if (self.doc_ends, self.grid, self.layout) != (other.doc_ends, other.grid, other.layout):
+            return False
+        return self.layout != "balanced" or (self.mask, self._weights()) == (other.mask, other._weights())
 
     def head_shares(self) -> tuple[HeadShare, ...]:
         """Heads of each rank of a Ulysses group."""
@@ -171,7 +225,8 @@ class AttentionPlan:
             head_dim: D of queries and keys.
             value_dim: D of values; None: the same.
             itemsize: bytes of one number of K and V.
-            direction: "forward" sends K and V rows; "backward" also dK and dV of received rows, in fp32. A Ulysses
+            direction: "forward" sends K and V rows; "backward" those that are not cached, and dK and dV of received
+                rows, in fp32. Rows that are passed on inside a window count each time. A Ulysses
                 exchange sends its gradients as it sent the tensors.
         """
         check_choice("direction", direction, ("forward", "backward"))
@@ -179,7 +234,10 @@ class AttentionPlan:
         program, u = self.program(cp_rank), cp_rank % self.grid.ulysses
         shares, rows = self.head_shares(), self.group_rows(cp_rank)
         own = shares[u]
-        ring = program.rows_sent * len(own.kv) * (head_dim + value_dim) * itemsize
+        moved = head_dim + value_dim
+        if direction == "backward":
+            moved = {"none": head_dim + value_dim, "half": value_dim, "full": 0}[self.kv_cache]
+        ring = program.rows_sent * len(own.kv) * moved * itemsize
         before = sum(  # what each token brings to the ranks that compute its heads
             len(share.query) * head_dim + len(share.kv) * (head_dim + value_dim)
             for peer, share in enumerate(shares)
@@ -189,30 +247,20 @@ class AttentionPlan:
         others = sum(rows) - rows[u]
         if direction == "forward":
             return ring + (rows[u] * before + others * len(own.query) * value_dim) * itemsize
-        ring += program.rows_received * len(own.kv) * (head_dim + value_dim) * 4
+        ring += program.rows_returned * len(own.kv) * (head_dim + value_dim) * 4
         back = len(own.query) * head_dim + len(own.kv) * (head_dim + value_dim)
         return ring + (rows[u] * after + others * back) * itemsize
 
     def explain(self, *, head_dim: int = 128, itemsize: int = 2) -> str:
-        """A table of one layer: tokens, work, kernel calls, traffic and estimated forward seconds of each rank."""
-        grid = self.grid
-        window = "" if self.sliding_window is None else f" window {self.sliding_window}"
-        lines = [
-            f"{self.pack_length} tokens in {len(self.doc_ends)} documents; {self.algorithm}, {self.layout}, "
-            f"{self.mask}{window}; cp={grid.cp} (ring {grid.ring} x ulysses {grid.ulysses})",
-            f"{'rank':>4} {'tokens':>8} {'entries':>16} {'calls':>6} {'sent MiB':>9} {'compute s':>10} {'link s':>10}",
-        ]
-        for rank in range(grid.cp):
-            program = self.program(rank)
-            sent = self.bytes_moved(rank, head_dim=head_dim, itemsize=itemsize)
-            messages = sum(len(step.sends) for step in program.steps) + 4 * (grid.ulysses - 1)
-            compute = self.cost.compute_seconds(self.work(rank), program.num_slices, head_dim=head_dim)
-            link = self.cost.link_seconds(sent, messages)
-            lines.append(
-                f"{rank:>4} {self.num_tokens(rank):>8} {self.work(rank):>16} {program.num_slices:>6} "
-                f"{sent / 2**20:>9.1f} {compute:>10.4f} {link:>10.4f}"
-            )
-        return "\n".join(lines)
+        """A table of one layer: tokens, work, kernel calls, traffic, memory and estimated forward seconds of each rank.
+
+        Below it, what "auto" chose and what the alternatives were estimated to cost. `held MiB` is K and V of other
+        ranks that exist at once; `cache MiB` what keeping all of them until backward would take.
+        """
+        from raycp.plan.explain import explain
+
+        choice = self._cache.get("choice", Choice(self.algorithm, self.layout))
+        return explain(self, choice, head_dim=head_dim, itemsize=itemsize)
 
     def _shards(self) -> tuple[Shard, ...]:
         if "shards" not in self._cache:
@@ -221,10 +269,13 @@ class AttentionPlan:
                 self.grid.ring,
                 self.layout,
                 causal=self.mask == "causal",
-                window=self.sliding_window,
+                balance=self._weights(),
             )
         shards: tuple[Shard, ...] = self._cache["shards"]
         return shards
+
+    def _weights(self) -> tuple[tuple[int | None, int], ...]:
+        return self.balance or ((self.sliding_window, 1),)
 
     def _check_rank(self, cp_rank: int) -> None:
         if not 0 <= cp_rank < self.grid.cp:

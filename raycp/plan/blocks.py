@@ -11,9 +11,10 @@ import numpy as np
 
 from raycp.plan.layout import Ints, Shard
 from raycp.plan.ranges import MaskKind, Slice
+from raycp.plan.rows import Rows
 
 _KINDS = tuple(MaskKind)
-_CODE = {kind: code for code, kind in enumerate(_KINDS)}
+CODE = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,28 +39,23 @@ class Blocks:
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return tuple(Slice(a, b, c, d, _KINDS[kind], low, high) for a, b, c, d, kind, low, high in rows)
 
-    def needed(self) -> tuple[Ints, Ints]:
-        """Rows of the owner that some block reads: starts and stops of ascending ranges that do not touch."""
-        order = np.argsort(self.k_start, kind="stable")
-        start, stop = self.k_start[order], np.maximum.accumulate(self.k_stop[order])
-        first = np.flatnonzero(np.append(True, start[1:] > stop[:-1])) if len(start) else start
-        return start[first], stop[np.append(first[1:], len(stop)) - 1] if len(start) else stop
+    def needed(self) -> Rows:
+        """Rows of the owner that some block reads."""
+        return Rows.of(self.k_start, self.k_stop)
 
-    def in_buffer(self) -> "Blocks":
-        """The same blocks, with keys counted in a buffer that holds the needed rows only."""
-        start, stop = self.needed()
-        if not len(start):
+    def in_buffer(self, rows: Rows) -> "Blocks":
+        """The same blocks, with keys counted in a buffer that holds `rows` only, which contain all keys."""
+        if not len(self.k_start):
             return self
-        offset = np.cumsum(stop - start) - (stop - start)
-        shift = (offset - start)[np.searchsorted(start, self.k_start, side="right") - 1]
-        return replace(self, k_start=self.k_start + shift, k_stop=self.k_stop + shift)
+        k_start = rows.positions(self.k_start)
+        return replace(self, k_start=k_start, k_stop=k_start + self.k_stop - self.k_start)
 
 
 def own_blocks(shard: Shard, kind: MaskKind) -> Blocks:
     """A rank's own keys without a window: local order is global order, so each document is one square."""
-    bounds = np.append(shard.local[_first_of_runs(shard.document)], shard.num_tokens)
+    bounds = np.append(shard.local[first_of_runs(shard.document)], shard.num_tokens)
     start, stop = bounds[:-1], bounds[1:]
-    return _join_diagonals(_plain(start, stop, start, stop, kind))
+    return join_diagonals(_plain(start, stop, start, stop, kind))
 
 
 def prefix_blocks(q: Shard, k: Shard, starts: Ints, ends: Ints, *, causal: bool) -> Blocks:
@@ -77,7 +73,7 @@ def prefix_blocks(q: Shard, k: Shard, starts: Ints, ends: Ints, *, causal: bool)
     """
     low = k.rows_before(starts[q.document])
     high = k.rows_before(q.start if causal else ends[q.document])
-    first = _first_of_runs(q.document, high)
+    first = first_of_runs(q.document, high)
     bounds = np.append(q.local[first], q.num_tokens)
     kept = high[first] > low[first]
     return _plain(bounds[:-1][kept], bounds[1:][kept], low[first][kept], high[first][kept], MaskKind.FULL)
@@ -104,15 +100,15 @@ def window_blocks(q: Shard, k: Shard, window: int) -> Blocks:
     num_k = k.stop[j] - k_first
     lower = q.start[i] - k_first - window + 1
     hides = lower + num_q - 1 > 0
-    plain = np.where(same, _CODE[MaskKind.CAUSAL], _CODE[MaskKind.FULL])
+    plain = np.where(same, CODE[MaskKind.CAUSAL], CODE[MaskKind.FULL])
     q_start, k_start = q.local[i], k.local[j] + k_first - k.start[j]
-    return _join_diagonals(
+    return join_diagonals(
         Blocks(
             q_start,
             q_start + num_q,
             k_start,
             k_start + num_k,
-            np.where(hides, _CODE[MaskKind.BAND], plain),
+            np.where(hides, CODE[MaskKind.BAND], plain),
             np.where(hides, lower, 0),
             np.where(hides & ~same, num_k - 1, 0),
         )
@@ -121,13 +117,13 @@ def window_blocks(q: Shard, k: Shard, window: int) -> Blocks:
 
 def _plain(q_start: Ints, q_stop: Ints, k_start: Ints, k_stop: Ints, kind: MaskKind) -> Blocks:
     zero = np.zeros_like(q_start)
-    return Blocks(q_start, q_stop, k_start, k_stop, np.full_like(q_start, _CODE[kind]), zero, zero)
+    return Blocks(q_start, q_stop, k_start, k_stop, np.full_like(q_start, CODE[kind]), zero, zero)
 
 
-def _join_diagonals(blocks: Blocks) -> Blocks:
+def join_diagonals(blocks: Blocks) -> Blocks:
     """Neighbouring blocks in which each query sees one key, in step, become one diagonal block."""
     diagonal = (blocks.q_stop - blocks.q_start == 1) & (blocks.k_stop - blocks.k_start == 1)
-    diagonal |= (blocks.kind == _CODE[MaskKind.BAND]) & (blocks.lower == 0) & (blocks.upper == 0)
+    diagonal |= (blocks.kind == CODE[MaskKind.BAND]) & (blocks.lower == 0) & (blocks.upper == 0)
     if not diagonal.any():
         return blocks
     follows = (blocks.q_start[1:] == blocks.q_stop[:-1]) & (blocks.k_start[1:] == blocks.k_stop[:-1])
@@ -138,13 +134,13 @@ def _join_diagonals(blocks: Blocks) -> Blocks:
         blocks.q_stop[last],
         blocks.k_start[first],
         blocks.k_stop[last],
-        np.where(diagonal[first], _CODE[MaskKind.DIAGONAL], blocks.kind[first]),
+        np.where(diagonal[first], CODE[MaskKind.DIAGONAL], blocks.kind[first]),
         np.where(diagonal[first], 0, blocks.lower[first]),
         np.where(diagonal[first], 0, blocks.upper[first]),
     )
 
 
-def _first_of_runs(*columns: Ints) -> Ints:
+def first_of_runs(*columns: Ints) -> Ints:
     """Where a run of equal rows of `columns` begins."""
     changed = np.ones(len(columns[0]), dtype=bool)
     for n, column in enumerate(columns):

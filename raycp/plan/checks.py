@@ -1,15 +1,11 @@
 """Checks of what a plan is asked for; each error names the value and what to change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from raycp.errors import PlanError
 from raycp.plan.grid import RankGrid
-
-_FIXES: Mapping[str, str] = {
-    "allgather": "'allgather' is not available in this version; set algorithm to 'ring' or 'auto'",
-}
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -17,8 +13,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     PlanError: `value` is not one of `allowed`.
     """
     if value not in allowed:
-        fix = _FIXES.get(value, f"set {name} to one of {', '.join(allowed)}")
-        raise PlanError(f"{name}={value!r} is not a choice", fix=fix)
+        raise PlanError(f"{name}={value!r} is not a choice", fix=f"set {name} to one of {', '.join(allowed)}")
 
 
 def resolve_algorithm(algorithm: str, grid: RankGrid, num_heads: int) -> str:
@@ -27,10 +22,6 @@ def resolve_algorithm(algorithm: str, grid: RankGrid, num_heads: int) -> str:
     Raises:
         PlanError: it does not, or there are more Ulysses ranks than query heads.
     """
-    if grid.window != 1:
-        raise PlanError(
-            f"RankGrid(window={grid.window}): double rings are not available in this version", fix="set window=1"
-        )
     if grid.ulysses > num_heads:
         raise PlanError(
             f"RankGrid(ulysses={grid.ulysses}) and {num_heads} query heads: a rank would have none",
@@ -43,7 +34,27 @@ def resolve_algorithm(algorithm: str, grid: RankGrid, num_heads: int) -> str:
         raise PlanError(f"RankGrid(ulysses={grid.ulysses}): a ring has one Ulysses rank", fix="set ulysses=1")
     if algorithm == "ulysses" and grid.ring != 1:
         raise PlanError(f"RankGrid(ring={grid.ring}): Ulysses alone has ring=1", fix="set ring=1, or use 'hybrid'")
+    if algorithm == "allgather" and (grid.ulysses != 1 or grid.window != 1):
+        raise PlanError(
+            f"RankGrid(ulysses={grid.ulysses}, window={grid.window}): algorithm='allgather' has neither",
+            fix="set ulysses=1 and window=1, or use 'hybrid' or 'ring'",
+        )
     return algorithm
+
+
+def check_cache(kv_cache: str, algorithm: str, allowed: Sequence[str]) -> bool:
+    """Whether anything is cached.
+
+    Raises:
+        PlanError: no such policy, or an algorithm without blocks that come and go.
+    """
+    check_choice("kv_cache", kv_cache, allowed)
+    if kv_cache != "none" and algorithm in ("ulysses", "allgather"):
+        raise PlanError(
+            f"kv_cache={kv_cache!r} with algorithm={algorithm!r}: only a ring brings K/V blocks that can be kept",
+            fix="set kv_cache='none', or algorithm to 'ring' or 'hybrid'",
+        )
+    return kv_cache != "none"
 
 
 def check_window(window: int, mask: str) -> None:

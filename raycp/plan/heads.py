@@ -33,3 +33,14 @@ def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[Head
         )
         shares.append(HeadShare(query, kv, sizes))
     return tuple(shares)
+
+
+MOST_GROUPS = 4
+"""Groups that "allgather" cuts the key/value heads into: one is under way while another is computed. The first one is
+hidden by the queries that need no other rank only; more groups would hide more of it in more, smaller messages."""
+
+
+def head_groups(num_kv_heads: int) -> tuple[Range, ...]:
+    """Key/value heads in as equal groups as whole numbers allow."""
+    groups = min(num_kv_heads, MOST_GROUPS)
+    return tuple(Range(num_kv_heads * g // groups, num_kv_heads * (g + 1) // groups) for g in range(groups))

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raycp.errors import PlanError
-from raycp.plan.balance import Piece, place_documents
+from raycp.plan.balance import Entries, Piece, place_documents
 
 Ints = npt.NDArray[np.int64]
 
@@ -58,7 +58,13 @@ class Shard:
 
 
 def make_shards(
-    doc_ends: Sequence[int], num_ranks: int, layout: str, *, causal: bool = True, window: int | None = None
+    doc_ends: Sequence[int],
+    num_ranks: int,
+    layout: str,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    balance: Sequence[tuple[int | None, int]] = (),
 ) -> tuple[Shard, ...]:
     """Cuts a pack.
 
@@ -68,6 +74,7 @@ def make_shards(
         layout: one of `LAYOUTS`.
         causal: whether queries see earlier keys only; "balanced" weighs work by it.
         window: keys that a query sees at most, or None; as `causal`.
+        balance: (window, layers) of each kind of layer, whose work is added up; (): all layers have `window`.
 
     Returns:
         The shard of each rank.
@@ -79,7 +86,7 @@ def make_shards(
     if layout == "zigzag":
         return _zigzag(starts, ends, num_ranks)
     if layout == "balanced":
-        entries = partial(_entries, causal=causal, window=window)
+        entries = _weighed(causal, balance or ((window, 1),))
         return tuple(_from_pieces(pieces) for pieces in place_documents(doc_ends, num_ranks, entries))
     raise PlanError(f"layout={layout!r} is not available", fix=f"set layout to one of {', '.join(LAYOUTS)}")
 
@@ -104,6 +111,13 @@ def _zigzag(starts: Ints, ends: Ints, num_ranks: int) -> tuple[Shard, ...]:
         pair = [rank, pieces - 1 - rank]
         shards.append(_shard(documents, cuts[:, pair].ravel(), cuts[:, [p + 1 for p in pair]].ravel()))
     return tuple(shards)
+
+
+def _weighed(causal: bool, balance: Sequence[tuple[int | None, int]]) -> Entries:
+    """Visible score entries of all layers."""
+    if len(balance) == 1:
+        return partial(_entries, causal=causal, window=balance[0][0])
+    return lambda x, length: sum(n * _entries(x, length, causal=causal, window=window) for window, n in balance)
 
 
 def _entries(x: int, length: int, *, causal: bool, window: int | None) -> int:

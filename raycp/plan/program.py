@@ -1,28 +1,22 @@
 """What one rank does, step by step: rows of K and V to move, slices of the score matrix to compute.
 
-Guarantees: a rank receives from each other rank exactly the K/V rows that one of its queries sees, straight from their
-owner, and computes each visible (query, key) pair once, in as few blocks as the layout allows (zigzag: one per document
-and step). An empty transfer is left out. One rank of a pack of 131 072 tokens and 1 000 documents, at P = 8, takes
-about 15 ms.
-
-The schedule is a ring by direct pull: in step i a rank receives from rank - i and sends to rank + i (mod P).
+Guarantees: these objects only say what is done; `raycp.plan.ring` and `raycp.plan.gather` make them, and executors obey
+them. Which step's transfers are under way while which step computes is part of the program, so all ranks post in the
+same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from raycp.plan.blocks import Blocks, own_blocks, prefix_blocks, window_blocks
-from raycp.plan.layout import Shard
-from raycp.plan.ranges import MaskKind, Range, Slice
+from raycp.plan.ranges import Range, Slice
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Rows of K and V that go from their owner to a rank that needs them.
+    """Rows that go from one rank to another.
 
-    `peer` is the ring index of the other side; `rows` are ranges of the owner's shard, ascending, at least one.
+    `peer` is the ring index of the other side; `rows` are ranges of the sender's rows (for gradients that arrive: of
+    the rows that they are added to), ascending, at least one.
     """
 
     peer: int
@@ -35,17 +29,57 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one rank. Its K/V block: the rows of `receives`, concatenated in order; of step 0, its own shard."""
+    """One step of one rank: a block of K/V rows, where it comes from, and what is computed with it.
+
+    The block of step 0 is the rank's own shard. Any other block holds the rows of `receives`, one after the other, or
+    as `places` says.
+
+    Fields:
+        index: of the step.
+        receives: K/V rows that arrive, as rows of the sender's shard or block.
+        sends: K/V rows that leave, as rows of block `source`.
+        slices: what to compute: queries of the own shard against keys of the block.
+        posted: transfers of K and V are posted before the computation of this step; at least `source`.
+        source: step whose block `sends` are taken from.
+        own: rows of the own shard that the block holds too: pairs of (rows of the shard, rows of the block).
+        places: for each of `receives`, the rows of the block that it fills; () for one after the other.
+        returns: dK/dV rows that leave, as rows of the block.
+        collects: dK/dV rows that arrive, as rows of block `into`, to whose gradient they are added.
+        into: step of that block.
+        settled: gradients of the block are complete, and posted, after the computation of this step.
+        outer: between the windows of a double ring.
+    """
 
     index: int
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
     slices: tuple[Slice, ...]
+    posted: int = 0
+    source: int = 0
+    own: tuple[tuple[Range, Range], ...] = ()
+    places: tuple[tuple[Range, ...], ...] = ()
+    returns: tuple[Transfer, ...] = ()
+    collects: tuple[Transfer, ...] = ()
+    into: int = 0
+    settled: int = 0
+    outer: bool = False
 
     @property
     def num_rows(self) -> int:
         """Rows of K and V that this step receives."""
         return sum(t.num_rows for t in self.receives)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of the step's block, if it is not the own shard."""
+        return self.num_rows + sum(len(rows) for _, rows in self.own)
+
+    def arrivals(self) -> Iterator[tuple[Transfer, tuple[Range, ...]]]:
+        """Each of `receives`, with the rows of the block that it fills."""
+        offset = 0
+        for n, transfer in enumerate(self.receives):
+            yield transfer, self.places[n] if self.places else (Range(offset, offset + transfer.num_rows),)
+            offset += transfer.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +107,7 @@ class RankProgram:
     def rows_sent(self) -> int:
         return sum(t.num_rows for step in self.steps for t in step.sends)
 
-
-def ring_program(
-    shards: Sequence[Shard], doc_ends: Sequence[int], rank: int, *, causal: bool, window: int | None
-) -> RankProgram:
-    """The program of ring index `rank`.
-
-    Args:
-        shards: what each rank holds.
-        doc_ends: where each document ends.
-        rank: ring index.
-        causal: True for the sawtooth, False for all pairs inside a document.
-        window: None, or how many keys a query sees at most, itself included (causal only).
-    """
-    ends = np.asarray(doc_ends, dtype=np.int64)
-    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
-    size = len(shards)
-
-    def pair(receiver: int, owner: int) -> Blocks:
-        q, k = shards[receiver], shards[owner]
-        if window is not None:
-            return window_blocks(q, k, window)
-        if receiver == owner:
-            return own_blocks(q, MaskKind.CAUSAL if causal else MaskKind.FULL)
-        return prefix_blocks(q, k, starts, ends, causal=causal)
-
-    steps = [Step(0, (), (), pair(rank, rank).slices())]
-    for i in range(1, size):
-        source, target = (rank - i) % size, (rank + i) % size
-        incoming, outgoing = pair(rank, source), pair(target, rank)
-        slices = incoming.in_buffer().slices()
-        steps.append(Step(i, _transfer(source, incoming), _transfer(target, outgoing), slices))
-    return RankProgram(shards[rank].num_tokens, tuple(steps))
-
-
-def _transfer(peer: int, blocks: Blocks) -> tuple[Transfer, ...]:
-    start, stop = blocks.needed()
-    return (Transfer(peer, tuple(map(Range, start.tolist(), stop.tolist()))),) if len(start) else ()
+    @property
+    def rows_returned(self) -> int:
+        """Rows of dK and dV that leave in backward."""
+        return sum(t.num_rows for step in self.steps for t in step.returns)

@@ -3,6 +3,7 @@ import pickle
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,18 @@ from raycp.errors import PlanError
 from raycp.plan import AttentionPlan, CostModel, MaskKind, Range, RankGrid, RankProgram, Slice, Transfer
 from raycp.plan.layout import LAYOUTS
 
+SCHEDULES = [
+    *((ring, 1, "ring") for ring in range(1, 7)),
+    *((ring, 1, "allgather") for ring in range(1, 7)),
+    *((4, 2, "ring"), (6, 2, "ring"), (6, 3, "ring"), (8, 4, "ring"), (9, 3, "ring"), (3, 3, "ring")),
+]
+"""Ranks, ranks of a window, algorithm."""
 plans = st.builds(
-    lambda lengths, ring, layout, mask, window: build(
-        lengths, ring, layout, mask, window if mask == "causal" else None
+    lambda lengths, schedule, layout, mask, window: build(
+        lengths, schedule[0], layout, mask, window if mask == "causal" else None, schedule[1], schedule[2]
     ),
     st.lists(st.integers(1, 20), min_size=0, max_size=7),
-    st.integers(1, 6),
+    st.sampled_from(SCHEDULES),
     st.sampled_from(LAYOUTS),
     st.sampled_from(["causal", "full"]),
     st.none() | st.integers(1, 24),
@@ -27,16 +34,25 @@ plans = st.builds(
 
 
 def build(
-    lengths: list[int], ring: int, layout: str = "auto", mask: str = "causal", window: int | None = None
+    lengths: list[int],
+    ring: int,
+    layout: str = "auto",
+    mask: str = "causal",
+    window: int | None = None,
+    inner: int = 1,
+    algorithm: str = "ring",
+    **options: Any,
 ) -> AttentionPlan:
     return AttentionPlan.build(
         np.cumsum(lengths).tolist(),
-        RankGrid(1, ring),
+        RankGrid(1, ring, window=inner),
         num_heads=4,
         num_kv_heads=2,
         layout=layout,
         mask=mask,
         sliding_window=window,
+        algorithm=algorithm,
+        **options,
     )
 
 
@@ -49,20 +65,62 @@ def visible_pairs(plan: AttentionPlan) -> npt.NDArray[np.int64]:
     return np.tril(same).astype(np.int64) if plan.mask == "causal" else same.astype(np.int64)
 
 
+def blocks_of(plan: AttentionPlan, programs: list[RankProgram]) -> list[list[npt.NDArray[np.int64]]]:
+    """Global positions of the rows of each rank's K/V block of each step, as the transfers bring them."""
+    blocks = [[plan.token_index(rank)] for rank in range(plan.grid.cp)]
+    for index in range(1, len(programs[0].steps)):
+        for rank, program in enumerate(programs):
+            step = program.steps[index]
+            block = np.full(step.block_rows, -1, dtype=np.int64)
+            for own, place in step.own:
+                block[place.start : place.stop] = blocks[rank][0][own.start : own.stop]
+            for transfer, places in step.arrivals():
+                there = blocks[transfer.peer][programs[transfer.peer].steps[index].source]
+                rows = np.concatenate([there[r.start : r.stop] for r in transfer.rows])
+                block[np.concatenate([np.arange(r.start, r.stop) for r in places])] = rows
+            assert (block >= 0).all()
+            blocks[rank].append(block)
+    return blocks
+
+
 def computed_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> npt.NDArray[np.int64]:
     """How often each (query, key) pair is computed when all ranks run `programs`."""
     count = np.zeros((plan.pack_length, plan.pack_length), dtype=np.int64)
-    indices = [plan.token_index(rank) for rank in range(plan.grid.cp)]
+    blocks = blocks_of(plan, programs)
     for rank, program in enumerate(programs):
         for step in program.steps:
-            parts = [indices[t.peer][r.start : r.stop] for t in step.receives for r in t.rows]
-            keys = indices[rank] if step.index == 0 else np.concatenate([np.zeros(0, np.int64), *parts])
             for s in step.slices:
-                q, k = indices[rank][s.q_start : s.q_stop], keys[s.k_start : s.k_stop]
+                q, k = blocks[rank][0][s.q_start : s.q_stop], blocks[rank][step.index][s.k_start : s.k_stop]
                 assert len(q) == s.q_stop - s.q_start
                 assert len(k) == s.k_stop - s.k_start
                 count[np.ix_(q, k)] += entries(s)
     return count
+
+
+def gradients_home(plan: AttentionPlan, programs: list[RankProgram]) -> list[npt.NDArray[np.int64]]:
+    """What each rank's rows collect if each rank adds, for each block row that it computes with, 1 << its rank."""
+    blocks = blocks_of(plan, programs)
+    sums = [[np.zeros(len(b), dtype=np.int64) for b in mine] for mine in blocks]
+    for rank, program in enumerate(programs):
+        for step in program.steps:
+            for row in {x for s in step.slices for x in range(s.k_start, s.k_stop)}:
+                sums[rank][step.index][row] += 1 << rank
+    steps = programs[0].steps
+    order = sorted(steps[1:], key=lambda step: (min(step.settled, len(steps)), step.index))
+    for step in order:
+        sent = [
+            {t.peer: np.concatenate([sums[rank][step.index][r.start : r.stop] for r in t.rows]) for t in p.returns}
+            for rank, p in ((rank, program.steps[step.index]) for rank, program in enumerate(programs))
+        ]
+        for rank, program in enumerate(programs):
+            mine = program.steps[step.index]
+            for own, place in mine.own:
+                sums[rank][0][own.start : own.stop] |= sums[rank][step.index][place.start : place.stop]
+            for t in mine.collects:
+                rows = np.concatenate([np.arange(r.start, r.stop) for r in t.rows])
+                sums[rank][mine.into][rows] += sent[t.peer].pop(rank)
+        assert not any(sent), "gradients that nobody collects"
+    return [mine[0] for mine in sums]
 
 
 def entries(s: Slice) -> npt.NDArray[np.int64]:
@@ -82,22 +140,23 @@ def check_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> None:
 
 
 def check_transfers(plan: AttentionPlan, programs: list[RankProgram]) -> None:
-    """Each send meets its receive in the same step; rows are exactly those that some query of the receiver sees."""
+    """Each send meets its receive in the same step; what is computed with is what some query of the receiver sees."""
     visible = visible_pairs(plan)
-    indices = [plan.token_index(rank) for rank in range(plan.grid.cp)]
+    blocks = blocks_of(plan, programs)
     for rank, program in enumerate(programs):
-        needed = set(np.flatnonzero(visible[indices[rank]].any(0)).tolist()) - set(indices[rank].tolist())
-        received = [
+        own = set(blocks[rank][0].tolist())
+        needed = set(np.flatnonzero(visible[blocks[rank][0]].any(0)).tolist()) - own
+        used = [
             int(x)
-            for step in program.steps
-            for t in step.receives
-            for r in t.rows
-            for x in indices[t.peer][r.start : r.stop]
+            for step in program.steps[1:]
+            for x in blocks[rank][step.index][sorted({x for s in step.slices for x in range(s.k_start, s.k_stop)})]
         ]
-        assert len(received) == len(set(received))
-        assert set(received) == needed
-        assert program.rows_received == len(received)
+        assert len(used) == len(set(used))
+        assert set(used) - own == needed
+        if plan.grid.window in (1, plan.grid.ring):
+            assert program.rows_received == program.rows_returned == len(needed)
         for step in program.steps:
+            assert step.source <= step.posted < max(step.index, 1)
             for t in step.receives:
                 assert Transfer(rank, t.rows) in programs[t.peer].steps[step.index].sends
                 assert all(a.stop < b.start for a, b in zip(t.rows, t.rows[1:], strict=False))
@@ -106,9 +165,13 @@ def check_transfers(plan: AttentionPlan, programs: list[RankProgram]) -> None:
             assert all(entries(s).sum() == s.area for s in step.slices)
             assert all(entries(s).any(1).all() for s in step.slices), "a query of a slice sees no key"
             queries = [x for s in step.slices for x in range(s.q_start, s.q_stop)]
-            if plan.sliding_window is None:
+            if plan.sliding_window is None or plan.algorithm == "allgather":
                 assert len(queries) == len(set(queries)), "a query row is in two slices of a step"
     assert sum(p.rows_sent for p in programs) == sum(p.rows_received for p in programs)
+    for rank, sums in enumerate(gradients_home(plan, programs)):
+        who = np.array([1 << r for r in range(plan.grid.cp)])
+        readers = [visible[blocks[r][0]].any(0)[blocks[rank][0]] for r in range(plan.grid.cp)]
+        assert np.array_equal(sums, who @ np.array(readers).reshape(plan.grid.cp, -1))
 
 
 def programs_of(plan: AttentionPlan) -> list[RankProgram]:
@@ -134,7 +197,7 @@ def test_needed_rows_move_once_and_nothing_else(plan: AttentionPlan) -> None:
         forward = plan.bytes_moved(rank, head_dim=8, value_dim=6, itemsize=2)
         backward = plan.bytes_moved(rank, head_dim=8, value_dim=6, itemsize=2, direction="backward")
         assert forward == program.rows_sent * row * 2
-        assert backward == forward + program.rows_received * row * 4
+        assert backward == forward + program.rows_returned * row * 4
 
 
 def _without_a_slice(program: RankProgram) -> RankProgram:
@@ -166,7 +229,7 @@ def _with_other_rows(program: RankProgram) -> RankProgram:
 
 @pytest.mark.parametrize("fault", [_without_a_slice, _with_a_slice_twice, _with_a_leaked_key, _with_other_rows])
 def test_checks_see_planted_faults(fault) -> None:  # type: ignore[no-untyped-def]
-    plan = build([10, 30, 12], 3)
+    plan = build([10, 30, 12], 3, "balanced")
     programs = programs_of(plan)
     check_pairs(plan, programs)
     check_transfers(plan, programs)
@@ -232,23 +295,34 @@ def test_auto_is_what_the_grid_says(grid: RankGrid, algorithm: str) -> None:
 
 
 def test_hash_names_everything_that_decides_the_plan() -> None:
-    base = {"doc_ends": [3, 7, 8], "grid": RankGrid(1, 2), "num_heads": 4, "num_kv_heads": 2}
+    base = {
+        "doc_ends": [3, 7, 8],
+        "grid": RankGrid(1, 2),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "layout": "balanced",
+        "algorithm": "ring",
+    }
     first = AttentionPlan.build(**base)
     assert first.hash == AttentionPlan.build(**base).hash
-    assert (
-        first.hash == AttentionPlan.build(**base, layout="balanced", algorithm="ring", cost=CostModel(flops=1.0)).hash
-    )
+    assert first.hash == AttentionPlan.build(**base, cost=CostModel(flops=1.0)).hash
+    auto = AttentionPlan.build(**{**base, "layout": "auto", "algorithm": "auto"})
+    assert auto.hash == AttentionPlan.build(**{**base, "layout": auto.layout, "algorithm": auto.algorithm}).hash
     others = [
         {"doc_ends": [3, 6, 8]},
         {"grid": RankGrid(2, 2)},
         {"grid": RankGrid(1, 3)},
-        {"grid": RankGrid(1, 1, 2)},
+        {"grid": RankGrid(1, 1, 2), "algorithm": "ulysses"},
         {"num_heads": 8},
         {"num_kv_heads": 1},
         {"layout": "contiguous"},
         {"mask": "full"},
         {"sliding_window": 2},
         {"sliding_window": 3},
+        {"algorithm": "allgather"},
+        {"kv_cache": "half"},
+        {"kv_cache": "full"},
+        {"balance": [(2, 1), (None, 3)]},
     ]
     hashes = {AttentionPlan.build(**{**base, **other}).hash for other in others}
     assert len(hashes | {first.hash}) == len(others) + 1
@@ -288,9 +362,13 @@ def test_empty_pack_gives_every_rank_an_empty_program() -> None:
 
 
 def test_explain_has_a_line_per_rank() -> None:
-    text = build([300, 200], 4).explain(head_dim=64)
+    text = build([300, 200], 4, "balanced").explain(head_dim=64)
     assert "500 tokens in 2 documents; ring, balanced, causal; cp=4" in text
     assert len(text.splitlines()) == 2 + 4
+    plan = build([300, 200], 4)
+    chosen, *others = plan.explain().splitlines()[2 + 4 :]
+    assert chosen.startswith(f"chosen: {plan.algorithm}, {plan.layout}: ")
+    assert all(line.startswith("  instead of ") for line in others)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +385,11 @@ def test_explain_has_a_line_per_rank() -> None:
         ({"layout": "striped"}, "layout='striped'"),
         ({"algorithm": "ulysses"}, "ring=2"),
         ({"grid": RankGrid(1, 1, 5)}, "ulysses=5.*4 query heads"),
-        ({"algorithm": "allgather"}, "algorithm='allgather'"),
+        ({"grid": RankGrid(1, 2, 2), "algorithm": "allgather"}, "algorithm='allgather'"),
+        ({"grid": RankGrid(1, 4, window=2), "algorithm": "allgather"}, "window=2"),
+        ({"algorithm": "allgather", "kv_cache": "full"}, "kv_cache='full' with algorithm='allgather'"),
+        ({"kv_cache": "most"}, "kv_cache='most'"),
         ({"grid": RankGrid(1, 1, 2), "algorithm": "ring"}, "ulysses=2"),
-        ({"grid": RankGrid(1, 4, window=2)}, "window=2"),
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"sliding_window": 3, "mask": "full"}, "sliding_window=3 with mask='full'"),
     ],
