@@ -6,11 +6,12 @@ person's Ctrl-C or a programming error raises. Costs nothing that a run does not
 """
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import DocumentStore, StepSchedule, plan_packs, prepare
+from data_pipeline import DocumentStore, PackPlan, StepSchedule, plan_packs, prepare
 from data_pipeline.sources import open_source
 from raycp.config import FitConfig
 from raycp.driver.cluster import (
@@ -26,8 +27,15 @@ from raycp.driver.record import RunRecord, identity_of, single_driver, write_jso
 from raycp.driver.signals import StopSignal
 from raycp.errors import ClusterError, ConfigError, DataError, ModelError, Problem, one_error
 from raycp.events import EventLog, read_events
-from raycp.plan import RankGrid
-from raycp.resolve import capacity_problems, local_resources, needs_checkpointing, resolve_workers
+from raycp.resolve import (
+    capacity_problems,
+    cost_model,
+    grid_problems,
+    local_resources,
+    needs_checkpointing,
+    resolve_grid,
+    resolve_workers,
+)
 from raycp.training.check import check_model
 from raycp.training.checkpoint import newest
 from raycp.training.device import DeviceSpec, host_memory, resolve_device
@@ -35,6 +43,7 @@ from raycp.training.spec import ModelSpec
 from workers.messages import RunSpec, StoreSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2}
+_TYPICAL_PACKS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +139,8 @@ class _Setup:
             problems += _check_source(name, source)
         cluster, device, resolved, found = _check_cluster(config)
         problems += found
+        if device is not None and model_config is not None and not problems:
+            problems += grid_problems(resolved, model_config, device=device.name, itemsize=_BYTES[resolved.dtype])
         if problems or folder is None or spec is None or device is None:
             if cluster is not None:
                 cluster.close()
@@ -252,6 +263,7 @@ def _run(setup: _Setup, data: Any) -> FitResult:
         return _result(folder, Outcome(status="finished", checkpoint=_newest(folder), export=folder / "export"))
     write_json(folder / "config.json", config.to_dict())
     setup.tokenizer.save_pretrained(folder / "tokenizer")
+    cost = cost_model(config, setup.model_config, device=setup.device.name, itemsize=_BYTES[config.dtype])
     spec = RunSpec(
         run_id=record.run_id,
         output_dir=str(folder),
@@ -269,18 +281,23 @@ def _run(setup: _Setup, data: Any) -> FitResult:
             host_bytes=host_memory()[0],
         ),
         total_steps=schedule.total_steps,
+        cost=cost,
         train=train,
         evaluation=None if evaluation is None else _eval_spec(evaluation, config),
     )
-    cp, dp = config.parallel.cp, config.parallel.dp
-    assert isinstance(cp, int)
-    assert isinstance(dp, int)
-    grid = RankGrid(dp=dp, ring=cp, ulysses=1, window=1)
+    choice = resolve_grid(config, setup.model_config, cost, packs=_typical_packs(plan, store))
+    grid = choice.grid
     if setup.cluster is None:
         setup.cluster = connect(workers=config.workers)
     events = EventLog(events_path, generation=record.generation)
     done = max(events.losses(), default=0)
-    events.write("run_started", run_id=record.run_id, config=config.to_dict(), grid=dataclasses.asdict(grid))
+    events.write(
+        "run_started",
+        run_id=record.run_id,
+        config=config.to_dict(),
+        grid=dataclasses.asdict(grid),
+        grid_reason=choice.reason,
+    )
     with Display(total_steps=schedule.total_steps, done=done) as display, StopSignal(display.say) as stop:
         outcome = Controller(
             spec=spec,
@@ -321,6 +338,13 @@ def _eval_spec(store: DocumentStore, config: FitConfig) -> StoreSpec:
         store.lengths, seq_length=config.seq_length, policy=config.data.packing, seed=config.seed, epoch=0
     )
     return _store_spec(store, config, plan.hash)
+
+
+def _typical_packs(plan: PackPlan, store: DocumentStore) -> list[list[int]]:
+    """Ends of the documents of a few packs, evenly spread over an epoch."""
+    count = min(len(plan), _TYPICAL_PACKS)
+    picked = [len(plan) * i // count for i in range(count)]
+    return [list(itertools.accumulate(int(store.lengths[d]) for d in plan.pack(i))) for i in picked]
 
 
 def _newest(folder: Path) -> Path | None:

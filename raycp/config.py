@@ -16,6 +16,7 @@ from raycp.errors import ConfigError, Problem
 
 ALGORITHMS = ("auto", "ring", "ulysses", "hybrid", "allgather")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
+KV_CACHES = ("none", "half", "full")
 DEVICES = ("auto", "cpu", "cuda", "npu")
 DTYPES = ("auto", "float32", "bfloat16")
 FORMATS = ("auto", "messages", "prompt_completion", "text")
@@ -37,10 +38,20 @@ class ParallelConfig:
     dp: int | Literal["auto"] = "auto"
     """Data-parallel replicas. "auto": workers / cp."""
     algorithm: str = "auto"
+    """"ring", "allgather" (both: ulysses=1), "ulysses" (ulysses=cp) or "hybrid" (Ulysses inside, ring outside). "auto":
+    ring x ulysses once per run, ring or all-gather for each pack, by the figures of `cost`."""
     ulysses: int | Literal["auto"] = "auto"
+    """Ranks that trade tokens for heads; divides cp."""
     window: int = 1
-    """Inner ring length of a double ring; 1 is a single ring."""
+    """Inner ring length of a double ring; 1 is a single ring. Divides the ring, which is cp / ulysses."""
     layout: str = "auto"
+    """Which tokens of a pack a rank holds. "auto": for each pack, by the figures of `cost`."""
+    kv_cache: str = "none"
+    """What of other ranks' K and V a ring keeps until backward: "none", "half" (K) or "full". Saves traffic that
+    compute cannot hide, for the memory of all remote rows of every layer."""
+    cost: str = "auto"
+    """Figures that "auto" is decided by: a table ("auto": the device's, "cpu", "910b", "a100", "h100"), and changes to
+    it: "910b, bandwidth=5.6e10". `raycp.plan.CostModel` has the names."""
     shard: str = "full"
     """"full": parameters, gradients and optimizer sharded over dp * cp. "none": replicated on every rank."""
 
@@ -226,35 +237,87 @@ def _check_parallel(found: _Problems, p: ParallelConfig, workers: int | None) ->
     found.choice("parallel.layout", p.layout, LAYOUTS)
     found.choice("parallel.shard", p.shard, ("full", "none"))
     found.integer("parallel.window", p.window, 1)
-    if p.algorithm in ("ulysses", "hybrid", "allgather"):
-        found.add(
-            f"parallel.algorithm={p.algorithm!r} is not available in this version: context parallelism runs as a ring",
-            "set parallel.algorithm to 'ring' or 'auto'",
-        )
-    if p.layout == "balanced":
-        found.add(
-            "parallel.layout='balanced' is not available in this version",
-            "set parallel.layout to 'zigzag', 'contiguous' or 'auto'",
-        )
-    if isinstance(p.ulysses, int) and p.ulysses > 1:
-        found.add(f"parallel.ulysses={p.ulysses}: a ring has ulysses=1", "set parallel.ulysses to 1 or 'auto'")
-    if p.window != 1 and isinstance(p.window, int):
-        found.add(f"parallel.window={p.window}: double rings are not available in this version", "set it to 1")
-    if workers is None or not isinstance(workers, int) or workers < 1:
-        return
-    cp = p.cp if isinstance(p.cp, int) else None
-    dp = p.dp if isinstance(p.dp, int) else None
+    found.choice("parallel.kv_cache", p.kv_cache, KV_CACHES)
+    workers = workers if isinstance(workers, int) and workers >= 1 else None
+    cp = p.cp if isinstance(p.cp, int) and p.cp >= 1 else None
+    dp = p.dp if isinstance(p.dp, int) and p.dp >= 1 else None
+    if workers is not None:
+        _check_world(found, workers, cp, dp)
+        cp = cp or (workers // dp if dp and workers % dp == 0 else None if dp else workers)
+    _check_algorithm(found, p, cp)
+
+
+def _check_world(found: _Problems, workers: int, cp: int | None, dp: int | None) -> None:
     if cp is not None and dp is not None and cp * dp != workers:
         found.add(
             f"parallel.cp={cp} x parallel.dp={dp} = {cp * dp} ranks, but workers={workers}",
             f"set workers={cp * dp}, or leave one of cp and dp on 'auto'",
         )
     for name, degree, other in (("cp", cp, dp), ("dp", dp, cp)):
-        if degree is not None and other is None and degree >= 1 and workers % degree:
+        if degree is not None and other is None and workers % degree:
             found.add(
                 f"parallel.{name}={degree} does not divide workers={workers}",
                 f"set workers to a multiple of {degree}, or parallel.{name} to a divisor of {workers}",
             )
+
+
+def _check_algorithm(found: _Problems, p: ParallelConfig, cp: int | None) -> None:
+    """Whether algorithm, ulysses and window fit each other, and the ranks of a pack as far as they are known."""
+    ulysses = p.ulysses if isinstance(p.ulysses, int) and p.ulysses >= 1 else None
+    window = p.window if isinstance(p.window, int) and p.window >= 1 else 1
+    if p.algorithm in ("ring", "allgather") and ulysses not in (None, 1):
+        found.add(
+            f"parallel.algorithm={p.algorithm!r} with parallel.ulysses={ulysses}: it has one Ulysses rank",
+            "set parallel.ulysses=1, or parallel.algorithm='hybrid'",
+        )
+        ulysses = 1
+    elif p.algorithm == "hybrid" and ulysses == 1:
+        found.add(
+            "parallel.algorithm='hybrid' with parallel.ulysses=1: nothing is left of Ulysses",
+            "set parallel.ulysses to 2 or more, or parallel.algorithm='ring'",
+        )
+    elif cp is not None and ulysses is not None and cp % ulysses:
+        found.add(
+            f"parallel.ulysses={ulysses} does not divide the {cp} ranks of a pack (parallel.cp)",
+            f"set parallel.ulysses to a divisor of {cp}, or to 'auto'",
+        )
+        ulysses = None
+    elif cp is not None and ulysses is not None and p.algorithm == "ulysses" and ulysses != cp:
+        found.add(
+            f"parallel.algorithm='ulysses' with parallel.ulysses={ulysses} and {cp} ranks a pack: a ring is left over",
+            f"set parallel.ulysses={cp} or 'auto', or parallel.algorithm='hybrid'",
+        )
+    elif cp is not None and p.algorithm == "hybrid" and _hybrids(cp, ulysses) == 0:
+        found.add(
+            f"parallel.algorithm='hybrid' with {cp} ranks a pack and parallel.ulysses={p.ulysses}: it takes a ring and "
+            "a Ulysses group of at least 2 ranks each",
+            "set parallel.cp to 4 or more, and parallel.ulysses to a divisor of it that is smaller",
+        )
+    if window > 1 and p.algorithm in ("ulysses", "allgather"):
+        found.add(
+            f"parallel.window={window} with parallel.algorithm={p.algorithm!r}: only a ring can be a double ring",
+            "set parallel.window=1, or parallel.algorithm to 'ring' or 'hybrid'",
+        )
+    elif window > 1 and cp is not None:
+        if p.algorithm == "ring":
+            ulysses = 1
+        ring = cp // ulysses if ulysses else cp
+        if ring % window:
+            found.add(
+                f"parallel.window={window} does not divide the ring of {ring} ranks",
+                f"set parallel.window to a divisor of {ring}, or to 1 for a single ring",
+            )
+    if p.kv_cache in ("half", "full") and p.algorithm in ("ulysses", "allgather"):
+        found.add(
+            f"parallel.kv_cache={p.kv_cache!r} with parallel.algorithm={p.algorithm!r}: only a ring brings K/V blocks "
+            "that can be kept",
+            "set parallel.kv_cache='none', or parallel.algorithm to 'ring' or 'hybrid'",
+        )
+
+
+def _hybrids(cp: int, ulysses: int | None) -> int:
+    """Ways to cut cp ranks into a ring and Ulysses groups of at least 2 each."""
+    return sum(cp % u == 0 and (ulysses is None or u == ulysses) for u in range(2, cp // 2 + 1))
 
 
 def _check_data(found: _Problems, d: DataConfig) -> None:

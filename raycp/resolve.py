@@ -5,12 +5,13 @@ them at once. Imports neither torch nor ray.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raycp.config import FitConfig
-from raycp.errors import Problem
+from raycp.errors import PlanError, Problem
+from raycp.plan import CostModel, GridChoice, choose_grid
 
 _SAVED_PER_LAYER_HIDDEN = 10
 _SAVED_PER_LAYER_INNER = 4
@@ -68,6 +69,72 @@ def resolve_workers(config: FitConfig, *, resources: Mapping[str, float], resour
         cp = max(1, workers // (dp or 1))
     parallel = dataclasses.replace(p, cp=cp, dp=dp or max(1, workers // cp))
     return dataclasses.replace(config, workers=workers, parallel=parallel)
+
+
+def cost_model(config: FitConfig, model: Any, *, device: str, itemsize: int) -> CostModel:
+    """The figures that "auto" is decided by, for one layer of this model.
+
+    Args:
+        config: as the user gave it.
+        model: transformers configuration.
+        device: "cpu", "cuda" or "npu".
+        itemsize: bytes of the compute dtype.
+
+    Raises:
+        PlanError: `config.parallel.cost` names no table, or no figure.
+    """
+    hidden, heads = int(model.hidden_size), int(model.num_attention_heads)
+    kv_heads = int(getattr(model, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(model, "head_dim", None) or hidden // heads)
+    inner = int(getattr(model, "intermediate_size", 4 * hidden))
+    weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+    return dataclasses.replace(
+        CostModel.named(config.parallel.cost, device=device),
+        head_dim=head_dim,
+        value_dim=head_dim,
+        itemsize=itemsize,
+        linear_flops=2.0 * weights,
+    )
+
+
+def resolve_grid(config: FitConfig, model: Any, cost: CostModel, *, packs: Sequence[Sequence[int]] = ()) -> GridChoice:
+    """The shape of the world: ring x Ulysses as asked for, or what the figures say.
+
+    Args:
+        config: with cp and dp as numbers.
+        model: transformers configuration.
+        cost: of `cost_model`.
+        packs: ends of the documents of typical packs; none: one document of `seq_length` tokens.
+
+    Raises:
+        PlanError: nothing fits what was asked for, such as more Ulysses ranks than query heads.
+    """
+    p = config.parallel
+    assert isinstance(p.cp, int)
+    assert isinstance(p.dp, int)
+    heads = int(model.num_attention_heads)
+    return choose_grid(
+        p.cp,
+        heads,
+        int(getattr(model, "num_key_value_heads", None) or heads),
+        config.seq_length,
+        cost,
+        packs=packs,
+        algorithm=p.algorithm,
+        ulysses=p.ulysses if isinstance(p.ulysses, int) else None,
+        window=p.window,
+        layout=p.layout,
+        dp=p.dp,
+    )
+
+
+def grid_problems(config: FitConfig, model: Any, *, device: str, itemsize: int) -> list[Problem]:
+    """Why no world of the wanted shape can run this model; arguments as those of `cost_model` and `resolve_grid`."""
+    try:
+        resolve_grid(config, model, cost_model(config, model, device=device, itemsize=itemsize))
+    except PlanError as error:
+        return [Problem(error.message, error.fix, error)]
+    return []
 
 
 def needs_checkpointing(config: FitConfig, model: Any, *, itemsize: int, accelerator: bool, host_bytes: int) -> bool:

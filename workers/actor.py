@@ -134,8 +134,8 @@ class TrainWorker:
                 optimizer=build_optimizer(trainee, spec.config.optim),
                 rank=groups.rendezvous.rank,
             )
-            self._train = self._open(spec.train, groups, trainee.heads)
-            self._eval = self._open(spec.evaluation, groups, trainee.heads) if spec.evaluation else None
+            self._train = self._open(spec.train, groups, trainee.heads, keep=spec.activation_checkpointing)
+            self._eval = self._open(spec.evaluation, groups, trainee.heads, keep=False) if spec.evaluation else None
             groups.learn_ports()
             gc.collect()
             gc.freeze()
@@ -152,7 +152,9 @@ class TrainWorker:
 
         self._guard(generation, body)
 
-    def _open(self, store_spec: StoreSpec, groups: ProcessGroups, heads: Heads) -> tuple[PackLoader, Batcher]:
+    def _open(
+        self, store_spec: StoreSpec, groups: ProcessGroups, heads: Heads, *, keep: bool
+    ) -> tuple[PackLoader, Batcher]:
         config = self._spec.config
         store = DocumentStore.open(Path(store_spec.folder))
         if store.fingerprint != store_spec.fingerprint:
@@ -176,9 +178,11 @@ class TrainWorker:
             heads=heads,
             layout=config.parallel.layout,
             algorithm=config.parallel.algorithm,
-            keep_attention=self._spec.activation_checkpointing,
+            kv_cache=config.parallel.kv_cache,
+            cost=self._spec.cost,
+            keep_attention=keep,
             device=torch_device(self._spec.device, 0),
-            on_layer=self._progress.attention_call,
+            on_layer=self._progress.ring_step,
         )
         return loader, batcher
 

@@ -13,7 +13,7 @@ import torch
 
 from data_pipeline import Document, Pack, PackLoader, assign_packs, pack_documents, split_pack
 from raycp.attention import Carrier, Groups
-from raycp.plan import AttentionPlan, RankGrid
+from raycp.plan import AttentionPlan, CostModel, RankGrid
 from raycp.training.model import Heads
 
 
@@ -46,10 +46,11 @@ class Batcher:
         grid, rank: who this rank is.
         groups: attention groups of the current generation.
         heads: head counts of the model.
-        layout, algorithm: of `ParallelConfig`.
+        layout, algorithm, kv_cache: of `ParallelConfig`.
+        cost: figures that "auto" is decided by, the same on every rank; None: those of a CPU core.
         keep_attention: keep attention's output for the recomputation of a checkpointed layer.
         device: where tensors go.
-        on_layer: called at every attention call.
+        on_layer: called after every step of every attention call.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Batcher:
         keep_attention: bool,
         device: torch.device,
         on_layer: Callable[..., None],
+        kv_cache: str = "none",
+        cost: CostModel | None = None,
     ) -> None:
         self._loader = loader
         self._grid = grid
@@ -73,6 +76,8 @@ class Batcher:
         self._heads = heads
         self._layout = layout
         self._algorithm = algorithm
+        self._kv_cache = kv_cache
+        self._cost = cost
         self._keep = keep_attention
         self._device = device
         self._on_layer = on_layer
@@ -104,6 +109,8 @@ class Batcher:
             algorithm=self._algorithm,
             num_heads=self._heads.num_heads,
             num_kv_heads=self._heads.num_kv_heads,
+            kv_cache=self._kv_cache,
+            cost=self._cost,
         )
         shard = split_pack(pack, plan, self._cp_rank)
         carrier = Carrier(plan=plan, groups=self._groups, keep=self._keep, on_layer=self._on_layer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raycp.config import FitConfig
-from raycp.plan import RankGrid
+from raycp.plan import CostModel, RankGrid
 from raycp.training.device import DeviceSpec
 from raycp.training.spec import ModelSpec
 
@@ -42,6 +42,8 @@ class RunSpec:
     config: FitConfig
     activation_checkpointing: bool
     total_steps: int
+    cost: CostModel
+    """Figures that layouts and algorithms of packs are chosen by: the same on every rank."""
     train: StoreSpec
     evaluation: StoreSpec | None
 

@@ -1,8 +1,8 @@
 """Counters that move from inside the step, read by the driver while a step runs.
 
-Guarantees: a reader sees how far the rank's own compute has come (step, micro-batch, attention calls); only work moves
-the counters, never an idle thread, so a rank whose counters stop is stuck or waiting. Costs two integer stores per
-attention call; no lock is needed, since one thread writes.
+Guarantees: a reader sees how far the rank's own compute has come (step, micro-batch, steps of the ring inside
+attention); only work moves the counters, never an idle thread, so a rank whose counters stop is stuck or waiting. Costs
+two integer stores per step of a ring; no lock is needed, since one thread writes.
 """
 
 import time
@@ -11,29 +11,32 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of one rank. `calls` counts attention calls since the start of the process."""
+    """Progress of one rank.
+
+    `ring_steps` counts since the start of the process, `ring_steps_done` since the start of the optimizer step.
+    """
 
     step: int = 0
     micro_batch: int = 0
     micro_batches: int = 0
-    calls: int = 0
-    calls_in_step: int = 0
+    ring_steps: int = 0
+    ring_steps_done: int = 0
     phase: str = "idle"
     moved: float = field(default_factory=time.monotonic)
 
     def begin(self, phase: str, step: int, micro_batches: int) -> None:
         self.phase, self.step, self.micro_batches = phase, step, micro_batches
-        self.micro_batch = self.calls_in_step = 0
+        self.micro_batch = self.ring_steps_done = 0
         self.moved = time.monotonic()
 
     def next_micro_batch(self) -> None:
         self.micro_batch += 1
         self.moved = time.monotonic()
 
-    def attention_call(self, *_: object) -> None:
-        """One layer's attention was called (forward or recomputation)."""
-        self.calls += 1
-        self.calls_in_step += 1
+    def ring_step(self, *_: object) -> None:
+        """One step of one layer's attention was computed (forward, recomputation or backward)."""
+        self.ring_steps += 1
+        self.ring_steps_done += 1
         self.moved = time.monotonic()
 
     def end(self) -> None:
@@ -46,8 +49,8 @@ class Progress:
             "step": self.step,
             "micro_batch": self.micro_batch,
             "micro_batches": self.micro_batches,
-            "calls": self.calls,
-            "calls_in_step": self.calls_in_step,
+            "ring_steps": self.ring_steps,
+            "ring_steps_done": self.ring_steps_done,
             "phase": self.phase,
             "idle_seconds": time.monotonic() - self.moved,
         }

@@ -57,12 +57,12 @@ class Display:
         self._bar.write(text, file=self._file)
 
     def inside(self, progress: Mapping[str, Any]) -> None:
-        """Shows how far the running step is: micro-batch and attention calls of rank 0."""
+        """Shows how far the running step is: micro-batch and ring steps of rank 0."""
         now = time.monotonic()
         if now - self._last_inside < (1.0 if self._live else 30.0) or progress.get("phase") == "idle":
             return
         self._last_inside = now
-        part = f"{progress['micro_batch']}/{progress['micro_batches']} packs, {progress['calls_in_step']} layer calls"
+        part = f"{progress['micro_batch']}/{progress['micro_batches']} packs, {progress['ring_steps_done']} ring steps"
         self._bar.set_postfix({**self._shown, str(progress["phase"]): part}, refresh=True)
 
     def step(self, *, loss: float, tokens_per_second: float, lr: float) -> None:

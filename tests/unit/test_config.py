@@ -115,6 +115,56 @@ def test_a_degree_that_does_not_divide_the_workers_is_refused(part: str, value: 
     assert f"parallel.{part}=3 does not divide workers=8" in problem.message
 
 
+def shaped(workers: int | None = None, **parallel: Any) -> list[str]:
+    return [p.message for p in FitConfig(workers=workers, parallel=ParallelConfig(**parallel)).problems() if p.fix]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"algorithm": "ring", "ulysses": 2}, "algorithm='ring' with parallel.ulysses=2"),
+        ({"algorithm": "allgather", "ulysses": 2}, "algorithm='allgather' with parallel.ulysses=2"),
+        ({"algorithm": "hybrid", "ulysses": 1}, "algorithm='hybrid' with parallel.ulysses=1"),
+        ({"algorithm": "hybrid", "cp": 4, "ulysses": 4}, "algorithm='hybrid' with 4 ranks a pack"),
+        ({"algorithm": "hybrid", "cp": 3}, "algorithm='hybrid' with 3 ranks a pack"),
+        ({"algorithm": "ulysses", "cp": 4, "ulysses": 2}, "algorithm='ulysses' with parallel.ulysses=2 and 4 ranks"),
+        ({"cp": 4, "ulysses": 3}, "ulysses=3 does not divide the 4 ranks"),
+        ({"workers": 6, "ulysses": 4}, "ulysses=4 does not divide the 6 ranks"),
+        ({"workers": 12, "dp": 2, "ulysses": 4}, "ulysses=4 does not divide the 6 ranks"),
+        ({"algorithm": "ring", "cp": 6, "window": 4}, "window=4 does not divide the ring of 6 ranks"),
+        ({"cp": 8, "ulysses": 4, "window": 4}, "window=4 does not divide the ring of 2 ranks"),
+        ({"algorithm": "ulysses", "cp": 4, "window": 2}, "window=2 with parallel.algorithm='ulysses'"),
+        ({"algorithm": "allgather", "kv_cache": "full"}, "kv_cache='full' with parallel.algorithm='allgather'"),
+        ({"kv_cache": "some"}, "kv_cache='some'"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(parallel: dict[str, Any], said: str) -> None:
+    (problem,) = shaped(**parallel)
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"algorithm": "ring", "ulysses": 1, "cp": 6, "window": 3},
+        {"algorithm": "ulysses", "cp": 4, "ulysses": 4},
+        {"algorithm": "ulysses", "workers": 4},
+        {"algorithm": "hybrid", "cp": 8, "ulysses": 2, "window": 2},
+        {"algorithm": "hybrid", "kv_cache": "half"},
+        {"algorithm": "allgather", "cp": 3},
+        {"layout": "balanced"},
+        {"ulysses": 3, "workers": 6},
+    ],
+)
+def test_shapes_that_fit_are_no_problem(parallel: dict[str, Any]) -> None:
+    assert shaped(**parallel) == []
+
+
+def test_problems_of_the_shape_are_reported_together() -> None:
+    found = shaped(workers=8, cp=4, dp=3, algorithm="ulysses", ulysses=2, window=2, layout="spiral", kv_cache="half")
+    assert len(found) == 5, found
+
+
 def test_the_tree_cannot_be_changed() -> None:
     config = FitConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -3,13 +3,24 @@
 import pytest
 
 from raycp.config import FitConfig, ParallelConfig
-from raycp.resolve import capacity_problems, needs_checkpointing, resolve_workers
+from raycp.errors import PlanError
+from raycp.plan import RankGrid
+from raycp.resolve import (
+    capacity_problems,
+    cost_model,
+    grid_problems,
+    needs_checkpointing,
+    resolve_grid,
+    resolve_workers,
+)
 
 
 class TinyModel:
     hidden_size = 64
     intermediate_size = 128
     num_hidden_layers = 2
+    num_attention_heads = 4
+    num_key_value_heads = 2
 
 
 def resolved(config: FitConfig, *, cpus: int = 8, gpus: int = 0) -> FitConfig:
@@ -58,6 +69,45 @@ def test_more_workers_than_there_is_room_for() -> None:
 def test_a_local_cpu_machine_runs_more_ranks_than_cores() -> None:
     assert problems(4, existing=False, cpus=2) == ""
     assert resolved(FitConfig(workers=4), cpus=2).workers == 4
+
+
+def grid_of(device: str = "cpu", seq_length: int = 4096, workers: int = 8, **parallel: object) -> RankGrid:
+    config = resolved(FitConfig(workers=workers, seq_length=seq_length, parallel=ParallelConfig(**parallel)))  # type: ignore[arg-type]
+    return resolve_grid(config, TinyModel(), cost_model(config, TinyModel(), device=device, itemsize=2)).grid
+
+
+def test_the_grid_is_what_was_asked_for() -> None:
+    assert grid_of(algorithm="ring", cp=4) == RankGrid(2, 4)
+    assert grid_of(algorithm="ulysses", cp=4) == RankGrid(2, 1, 4)
+    assert grid_of(algorithm="hybrid", ulysses=4) == RankGrid(1, 2, 4)
+    assert grid_of(algorithm="hybrid", ulysses=2, window=2) == RankGrid(1, 4, 2, 2)
+    assert grid_of(algorithm="allgather") == RankGrid(1, 8)
+
+
+def test_the_grid_follows_the_figures_where_it_was_left_open() -> None:
+    assert grid_of(cp=4, cost="flops=1e9") == RankGrid(2, 4)
+    assert grid_of(cp=4, cost="bandwidth=1e7, flops=1e15, links=7, latency=0") == RankGrid(2, 1, 4)
+
+
+def test_figures_are_those_of_the_device_and_the_model() -> None:
+    config = resolved(FitConfig(workers=2, parallel=ParallelConfig(cost="bandwidth=5e9")))
+    cost = cost_model(config, TinyModel(), device="npu", itemsize=2)
+    assert (cost.bandwidth, cost.flops, cost.head_dim, cost.itemsize) == (5e9, 2e14, 16, 2)
+    assert cost.linear_flops == 2 * (64 * 16 * 12 + 3 * 64 * 128)
+
+
+def test_what_fits_no_grid_is_a_problem_with_a_fix() -> None:
+    for parallel, said in (
+        (ParallelConfig(algorithm="ulysses"), "4 query heads"),
+        (ParallelConfig(ulysses=8), "4 query heads"),
+        (ParallelConfig(cost="tpu"), "'tpu'"),
+    ):
+        config = resolved(FitConfig(workers=8, parallel=parallel))
+        (problem,) = grid_problems(config, TinyModel(), device="cpu", itemsize=4)
+        assert said in problem.message
+        assert problem.fix
+        assert isinstance(problem.error, PlanError)
+    assert grid_problems(resolved(FitConfig(workers=8)), TinyModel(), device="cpu", itemsize=4) == []
 
 
 def test_checkpointing_is_chosen_by_memory_on_cpu() -> None:
