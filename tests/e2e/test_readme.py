@@ -53,6 +53,12 @@ def test_a_venv_that_was_cut_off_is_made_anew(tmp_path: Path) -> None:
     assert "pip install" in plan
 
 
+def test_an_interpreter_that_is_not_there_is_said_not_replaced(tmp_path: Path) -> None:
+    done = make("demo", "PYTHON=/nonexistent/python", f"VENV={tmp_path / 'venv'}")
+    assert done.returncode != 0
+    assert "(/nonexistent/python)" in done.stderr
+
+
 @pytest.mark.parametrize("script", JOBS)
 def test_the_job_exists(script: str) -> None:
     assert (ROOT / script).exists()
