@@ -4,11 +4,15 @@ Guarantees: shapes, plan and groups are checked against each other before anythi
 here and not a hang. Legend: t rows of the rank, H query heads, K key/value heads, D head dim, Dv value dim.
 """
 
+from dataclasses import replace
+
 import torch
 
+from raycp.attention import gather, ring
+from raycp.attention.call import AttentionCall
+from raycp.attention.function import PlannedAttention
 from raycp.attention.groups import Groups
 from raycp.attention.kernels import Kernel, for_groups, kernel_for
-from raycp.attention.ring import RingAttention, RingCall
 from raycp.attention.ulysses import HeadExchange, HeadsToTokens, TokensToHeads
 from raycp.errors import PlanError
 from raycp.plan import AttentionPlan
@@ -57,28 +61,34 @@ def make_call(
     groups: Groups,
     scale: float | None,
     kernel: Kernel | None,
-) -> RingCall:
+) -> AttentionCall:
     """Checks everything that can be checked on this rank alone. Arguments and errors as `cp_attention`."""
     _check(q, k, v, plan, groups)
     kernel = kernel_for(q.device) if kernel is None else kernel
-    return RingCall(
+    return AttentionCall(
         program=plan.program(groups.cp_rank),
+        schedule=gather if plan.algorithm == "allgather" else ring,
         communicator=groups.communicator,
+        outer=groups.outer,
+        head_groups=plan.head_groups(),
+        cached={"none": 0, "half": 1, "full": 2}[plan.kv_cache],
         kernel=for_groups(kernel, plan.head_shares()[groups.ulysses.rank].group_sizes),
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
     )
 
 
 def run_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, plan: AttentionPlan, groups: Groups, call: RingCall
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, plan: AttentionPlan, groups: Groups, call: AttentionCall
 ) -> torch.Tensor:
-    """Attention as `cp_attention`, of a call that `make_call` made: a ring, inside a trade of tokens for heads."""
+    """Attention as `cp_attention`, of a call that `make_call` made: a schedule, inside a trade of tokens for heads."""
+    if call.cached and call.keep is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        call = replace(call, cached=0)  # there will be no backward
     if groups.ulysses.size == 1:
-        return _typed(RingAttention.apply(q, k, v, call))  # type: ignore[no-untyped-call]
+        return _typed(PlannedAttention.apply(q, k, v, call))  # type: ignore[no-untyped-call]
     exchange = HeadExchange(groups.ulysses, plan.group_rows(groups.cp_rank), call.name, call.stats)
     query, kv = ([getattr(share, name) for share in plan.head_shares()] for name in ("query", "kv"))
     q, k, v = TokensToHeads.apply(exchange, (query, kv, kv), q, k, v)  # type: ignore[no-untyped-call]
-    out = RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    out = PlannedAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return _typed(HeadsToTokens.apply(exchange, query, out))  # type: ignore[no-untyped-call]
 
 

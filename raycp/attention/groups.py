@@ -29,6 +29,9 @@ class Groups:
     process_groups: tuple[dist.ProcessGroup, ...] = ()
     ulysses: Communicator = field(default_factory=LocalCommunicator)
     """Of this rank's Ulysses group."""
+    outer: Communicator = field(default_factory=LocalCommunicator)
+    """The ring again, in a double ring: what goes between windows has a group of its own, since accelerators run the
+    exchanges of one group in turn and the outer ones take several steps."""
 
     @property
     def cp_rank(self) -> int:
@@ -47,10 +50,8 @@ def build_groups(grid: RankGrid, *, rank: int | None = None, timeout: datetime.t
         timeout: of every operation in the new groups; None: that of the default process group.
 
     Raises:
-        PlanError: the world has another size than the grid, `rank` is not in it, or this version has no such groups.
+        PlanError: the world has another size than the grid, or `rank` is not in it.
     """
-    if grid.window != 1:
-        raise PlanError(f"{grid}: this version has single rings only", fix="set window=1")
     if grid.world_size > 1:
         _check_world(grid)
     if rank is None:
@@ -58,7 +59,8 @@ def build_groups(grid: RankGrid, *, rank: int | None = None, timeout: datetime.t
     grid.coordinates(rank)
     communicators: list[Communicator] = []
     made: list[dist.ProcessGroup] = []
-    for kind in (_rings(grid), _ulysses_groups(grid)):
+    double = grid.window not in (1, grid.ring)
+    for kind in (_rings(grid), _ulysses_groups(grid), _rings(grid) if double else iter(())):
         mine: Communicator = LocalCommunicator()
         for members in kind:
             if len(members) == 1:
@@ -69,7 +71,7 @@ def build_groups(grid: RankGrid, *, rank: int | None = None, timeout: datetime.t
                 mine = ProcessGroupCommunicator(group)
                 made.append(group)
         communicators.append(mine)
-    return Groups(grid, rank, communicators[0], tuple(made), communicators[1])
+    return Groups(grid, rank, communicators[0], tuple(made), communicators[1], communicators[2])
 
 
 def _rings(grid: RankGrid) -> Iterator[tuple[int, ...]]:

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 
 from raycp.attention.api import make_call, run_call
+from raycp.attention.call import AttentionStats, Tensors
 from raycp.attention.groups import Groups
 from raycp.attention.kernels import Kernel
-from raycp.attention.ring import RingStats
 from raycp.errors import ModelError
 from raycp.plan import AttentionPlan
 
@@ -56,7 +56,7 @@ class Carrier:
         kernel: None: what `kernel_for` has for the tensors' device.
 
     Attributes:
-        kept: {layer: (out [t, H, Dv], log-sum-exp [t, H])}, emptied by recomputation.
+        kept: {layer: (out [t, H, Dv], log-sum-exp [t, H], cached K/V blocks)}, emptied by recomputation.
         calls: {layer: number of attention calls, recomputations included}.
         stats: counts of kernel calls, blocks and bytes.
     """
@@ -77,9 +77,9 @@ class Carrier:
         self.keep = keep
         self.on_layer = on_layer
         self.kernel = kernel
-        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kept: dict[int, Tensors] = {}
         self.calls: dict[int, int] = {}
-        self.stats = RingStats()
+        self.stats = AttentionStats()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of one layer: q [t, H, D], k [t, K, D], v [t, K, Dv] -> [t, H, Dv].
@@ -104,7 +104,7 @@ class Carrier:
             stats=self.stats,
             on_step=None if on_layer is None else lambda step: on_layer(layer, step),
             recall=(lambda: self.kept.pop(layer, None)) if recomputing else None,
-            keep=(lambda out, lse: self.kept.__setitem__(layer, (out, lse))) if self.keep and not recomputing else None,
+            keep=(lambda tensors: self.kept.__setitem__(layer, tensors)) if self.keep and not recomputing else None,
         )
         return run_call(q, k, v, plan=self.plan, groups=self.groups, call=call)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from raycp.attention.call import AttentionStats
 from raycp.attention.communicator import Communicator, Message
-from raycp.attention.ring import RingStats
 from raycp.plan import Range
 
 
@@ -28,7 +28,7 @@ class HeadExchange:
     rows: tuple[int, ...]
     """Rows of each rank; they follow each other in the order of the ranks."""
     name: str = "attention"
-    stats: RingStats = field(default_factory=RingStats)
+    stats: AttentionStats = field(default_factory=AttentionStats)
 
     def to_heads(self, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Range]]) -> tuple[torch.Tensor, ...]:
         """Each [t, H, D] -> [N, h, D]. `heads[i][rank]`: the heads of tensor i that `rank` computes."""

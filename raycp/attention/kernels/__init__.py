@@ -18,7 +18,11 @@ from raycp.attention.kernels.sdpa import CpuFlashKernel
 from raycp.attention.kernels.uneven import UnevenHeads, for_groups
 from raycp.errors import PlanError
 
-__all__ = ["CpuFlashKernel", "Kernel", "ReferenceKernel", "UnevenHeads", "for_groups", "kernel_for"]
+__all__ = ["DEVICES", "CpuFlashKernel", "Kernel", "ReferenceKernel", "UnevenHeads", "for_groups", "kernel_for"]
+
+
+DEVICES = ("cpu",)
+"""Types of the devices that a kernel serves in this version."""
 
 
 def kernel_for(device: torch.device) -> Kernel:
@@ -27,7 +31,7 @@ def kernel_for(device: torch.device) -> Kernel:
     Raises:
         PlanError: none does in this version.
     """
-    if device.type == "cpu":
+    if device.type in DEVICES:
         return CpuFlashKernel()
     raise PlanError(
         f"no attention kernel for device {str(device)!r} in this version: the packed kernels run on cpu",

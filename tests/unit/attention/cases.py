@@ -36,6 +36,9 @@ class Case:
     amplitude: float = 1.0
     window: int | None = None
     ulysses: int = 1
+    algorithm: str = "auto"
+    inner: int = 1
+    kv_cache: str = "none"
 
     @property
     def doc_ends(self) -> list[int]:
@@ -44,12 +47,14 @@ class Case:
     def plan(self) -> AttentionPlan:
         return AttentionPlan.build(
             self.doc_ends,
-            RankGrid(1, self.ring, self.ulysses),
+            RankGrid(1, self.ring, self.ulysses, self.inner),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             layout=self.layout,
             mask=self.mask,
             sliding_window=self.window,
+            algorithm=self.algorithm,
+            kv_cache=self.kv_cache,
         )
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,4 +155,4 @@ def groups_in_memory(world: InMemoryWorld, grid: RankGrid, rank: int) -> Groups:
     """As `build_groups`, of a rank of one replica."""
     _, ring_index, ulysses_index = grid.coordinates(rank)
     ring = world.communicator(rank, grid.ring_ranks(0, ulysses_index))
-    return Groups(grid, rank, ring, (), world.communicator(rank, grid.ulysses_ranks(0, ring_index)))
+    return Groups(grid, rank, ring, (), world.communicator(rank, grid.ulysses_ranks(0, ring_index)), ring)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from raycp.attention import Groups, InMemoryWorld, cp_attention
+from raycp.attention import Groups, InMemoryWorld, cp_attention, ring
+from raycp.attention.call import AttentionCall, AttentionStats
 from raycp.attention.communicator import Communicator, Handle, Message
+from raycp.attention.function import PlannedAttention
 from raycp.attention.kernels import CpuFlashKernel, ReferenceKernel
-from raycp.attention.ring import RingAttention, RingCall, RingStats
 from raycp.errors import PlanError, WorkerError
 from raycp.plan import AttentionPlan, RankGrid, Slice
 from tests.unit.attention.cases import TOLERANCE, Case, errors, random_case, run_in_memory, run_rank
@@ -112,9 +113,9 @@ def test_two_remote_blocks_at_most_and_bytes_as_planned() -> None:
 
     def rank(communicator: Communicator) -> tuple[int, int, int, int]:
         q, k, v, dout = (x[torch.from_numpy(plan.token_index(communicator.rank))] for x in case.tensors())
-        stats = RingStats()
-        call = RingCall(plan.program(communicator.rank), communicator, CpuFlashKernel(), 0.3, stats=stats)
-        out = RingAttention.apply(q.requires_grad_(), k, v, call)
+        stats = AttentionStats()
+        call = AttentionCall(plan.program(communicator.rank), ring, communicator, CpuFlashKernel(), 0.3, stats=stats)
+        out = PlannedAttention.apply(q.requires_grad_(), k, v, call)
         forward = stats.bytes_sent
         out.backward(dout)
         return stats.max_remote_blocks, stats.remote_blocks, forward, stats.bytes_sent - forward
@@ -129,15 +130,13 @@ def test_two_remote_blocks_at_most_and_bytes_as_planned() -> None:
 def test_holding_on_to_blocks_shows_in_the_counter() -> None:
     """Planted fault: a kernel that keeps its blocks alive."""
 
-    class Block:
-        pass
-
-    stats = RingStats()
-    held = [Block() for _ in range(3)]
+    stats = AttentionStats()
+    held = [(torch.zeros(4), torch.zeros(2)) for _ in range(3)]
     for block in held:
         stats.hold(block)
     del block, held[0]
     assert (stats.max_remote_blocks, stats.remote_blocks) == (3, 2)
+    assert (stats.max_remote_bytes, stats.remote_bytes) == (72, 48)
 
 
 def test_next_step_is_posted_before_this_one_is_computed() -> None:
@@ -153,14 +152,15 @@ def test_next_step_is_posted_before_this_one_is_computed() -> None:
         recording = Recording(communicator)
         plan = LONG.plan()
         q, k, v, dout = (x[torch.from_numpy(plan.token_index(communicator.rank))] for x in LONG.tensors())
-        call = RingCall(
+        call = AttentionCall(
             plan.program(communicator.rank),
+            ring,
             recording,
             CpuFlashKernel(),
             0.3,
             on_step=lambda step: recording.log.append(f"computed {step}"),
         )
-        RingAttention.apply(q.requires_grad_(), k, v, call).backward(dout)
+        PlannedAttention.apply(q.requires_grad_(), k, v, call).backward(dout)
         return recording.log
 
     kv, back = "K/V rows of attention, step {}", "dK/dV rows of attention, step {}"

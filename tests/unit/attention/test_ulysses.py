@@ -9,8 +9,8 @@ import torch
 
 from raycp.attention import InMemoryWorld
 from raycp.attention.api import make_call, run_call
+from raycp.attention.call import AttentionStats
 from raycp.attention.kernels import CpuFlashKernel, ReferenceKernel, UnevenHeads, for_groups
-from raycp.attention.ring import RingStats
 from raycp.attention.ulysses import HeadExchange
 from raycp.plan import AttentionPlan, MaskKind, Range, Slice, head_shares
 from tests.unit.attention.cases import TOLERANCE, Case, errors, groups_in_memory, random_case, run_in_memory
@@ -59,7 +59,7 @@ def test_bytes_are_as_planned() -> None:
         groups = groups_in_memory(world, plan.grid, whole.rank)
         q, k, v, dout = (x[torch.from_numpy(plan.token_index(whole.rank))] for x in case.tensors())
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        stats = RingStats()
+        stats = AttentionStats()
         call = replace(make_call(*leaves, plan=plan, groups=groups, scale=None, kernel=None), stats=stats)
         out = run_call(*leaves, plan=plan, groups=groups, call=call)
         forward = stats.bytes_sent
