@@ -13,6 +13,7 @@ from typing import Any
 
 from data_pipeline import DocumentStore, PackPlan, StepSchedule, plan_packs, prepare
 from data_pipeline.sources import open_source
+from raycp.attention.kernels import DEVICES as KERNEL_DEVICES
 from raycp.config import FitConfig
 from raycp.driver.cluster import (
     ClusterHandle,
@@ -31,6 +32,7 @@ from raycp.resolve import (
     capacity_problems,
     cost_model,
     grid_problems,
+    grid_warning,
     local_resources,
     needs_checkpointing,
     resolve_grid,
@@ -218,6 +220,13 @@ def _check_cluster(config: FitConfig) -> tuple[ClusterHandle | None, DeviceSpec 
     found = capacity_problems(
         config.workers, existing_cluster=existing, resources=resources, resource=device.ray_resource
     )
+    if device.name not in KERNEL_DEVICES:
+        found.append(
+            Problem(
+                f"device={device.name!r}: this version has attention kernels for {', '.join(KERNEL_DEVICES)} only",
+                "set device='cpu'",
+            )
+        )
     if found or config.problems():
         return cluster, device, config, found
     resolved = resolve_workers(config, resources=resources, resource=device.ray_resource)
@@ -298,7 +307,10 @@ def _run(setup: _Setup, data: Any) -> FitResult:
         grid=dataclasses.asdict(grid),
         grid_reason=choice.reason,
     )
+    warning = grid_warning(grid, config, setup.model_config, cost)
     with Display(total_steps=schedule.total_steps, done=done) as display, StopSignal(display.say) as stop:
+        if warning is not None:
+            display.say(warning)
         outcome = Controller(
             spec=spec,
             grid=grid,

@@ -11,7 +11,7 @@ from typing import Any
 
 from raycp.config import FitConfig
 from raycp.errors import PlanError, Problem
-from raycp.plan import CostModel, GridChoice, choose_grid
+from raycp.plan import CostModel, GridChoice, RankGrid, choose_grid, ring_warning
 
 _SAVED_PER_LAYER_HIDDEN = 10
 _SAVED_PER_LAYER_INNER = 4
@@ -83,8 +83,7 @@ def cost_model(config: FitConfig, model: Any, *, device: str, itemsize: int) -> 
     Raises:
         PlanError: `config.parallel.cost` names no table, or no figure.
     """
-    hidden, heads = int(model.hidden_size), int(model.num_attention_heads)
-    kv_heads = int(getattr(model, "num_key_value_heads", None) or heads)
+    hidden, (heads, kv_heads) = int(model.hidden_size), _heads(model)
     head_dim = int(getattr(model, "head_dim", None) or hidden // heads)
     inner = int(getattr(model, "intermediate_size", 4 * hidden))
     weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
@@ -112,11 +111,11 @@ def resolve_grid(config: FitConfig, model: Any, cost: CostModel, *, packs: Seque
     p = config.parallel
     assert isinstance(p.cp, int)
     assert isinstance(p.dp, int)
-    heads = int(model.num_attention_heads)
+    heads, kv_heads = _heads(model)
     return choose_grid(
         p.cp,
         heads,
-        int(getattr(model, "num_key_value_heads", None) or heads),
+        kv_heads,
         config.seq_length,
         cost,
         packs=packs,
@@ -128,6 +127,14 @@ def resolve_grid(config: FitConfig, model: Any, cost: CostModel, *, packs: Seque
     )
 
 
+def grid_warning(grid: RankGrid, config: FitConfig, model: Any, cost: CostModel) -> str | None:
+    """What to say about a ring that was asked for and whose chunks are short; None: nothing, or it was chosen."""
+    if config.parallel.algorithm == "auto" and config.parallel.ulysses == "auto":
+        return None
+    heads, kv_heads = _heads(model)
+    return ring_warning(grid, config.seq_length, num_heads=heads, num_kv_heads=kv_heads, cost=cost)
+
+
 def grid_problems(config: FitConfig, model: Any, *, device: str, itemsize: int) -> list[Problem]:
     """Why no world of the wanted shape can run this model; arguments as those of `cost_model` and `resolve_grid`."""
     try:
@@ -135,6 +142,12 @@ def grid_problems(config: FitConfig, model: Any, *, device: str, itemsize: int) 
     except PlanError as error:
         return [Problem(error.message, error.fix, error)]
     return []
+
+
+def _heads(model: Any) -> tuple[int, int]:
+    """Query and key/value heads of a transformers configuration."""
+    heads = int(model.num_attention_heads)
+    return heads, int(getattr(model, "num_key_value_heads", None) or heads)
 
 
 def needs_checkpointing(config: FitConfig, model: Any, *, itemsize: int, accelerator: bool, host_bytes: int) -> bool:

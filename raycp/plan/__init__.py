@@ -22,7 +22,7 @@ is imported); executors in `raycp.attention` obey a plan and decide nothing.
 """
 
 from raycp.plan.attention_plan import AttentionPlan
-from raycp.plan.choose import GridChoice, choose_grid
+from raycp.plan.choose import GridChoice, choose_grid, ring_warning
 from raycp.plan.cost import CostModel
 from raycp.plan.grid import RankGrid
 from raycp.plan.heads import HeadShare, head_shares
@@ -43,4 +43,5 @@ __all__ = [
     "Transfer",
     "choose_grid",
     "head_shares",
+    "ring_warning",
 ]

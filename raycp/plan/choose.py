@@ -199,6 +199,23 @@ def choose_grid(
     return GridChoice(RankGrid(dp, ring, u, w), tuple(sorted(seconds, key=lambda item: item[1])))
 
 
+def ring_warning(grid: RankGrid, seq_length: int, *, num_heads: int, num_kv_heads: int, cost: CostModel) -> str | None:
+    """What to say where a ring's chunks are too short to hide its traffic behind one long document; None: nothing."""
+    if grid.ring == 1:
+        return None
+    held = seq_length // grid.ring
+    inter = grid.cp > cost.ranks_per_node
+    need = cost.smallest_ring_chunk(heads_per_kv_head=num_heads / num_kv_heads, inter=inter, window=grid.window)
+    if held >= need:
+        return None
+    return (
+        f"a ring of {grid.ring} holds {held} tokens a rank, and needs {need} to hide its traffic where documents are "
+        f"as long as the pack ({num_heads} query heads on {num_kv_heads} key/value heads, "
+        f"{cost.flops:.3g} FLOP/s, {cost.inter_bandwidth if inter else cost.bandwidth:.3g} bytes/s); "
+        "Ulysses, or fewer ring ranks, may be faster"
+    )
+
+
 def natural_algorithms(grid: RankGrid) -> tuple[str, ...]:
     """What "auto" may take on a grid, in order of preference."""
     if grid.ulysses > 1:

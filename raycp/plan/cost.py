@@ -126,14 +126,19 @@ class CostModel:
         """The linear parts of a layer for one token, forward and backward."""
         return 3 * self.linear_flops / self.flops
 
-    @property
-    def smallest_ring_chunk(self) -> int:
-        """Queries that a rank must hold so that a ring hides its traffic, for causal attention and G = 1.
+    def smallest_ring_chunk(self, *, heads_per_kv_head: float = 1, inter: bool = False, window: int = 1) -> int:
+        """Tokens that a rank must hold so that a causal ring hides its traffic (long documents; forward).
 
-        Forward of one step, L^2 / 2 x 2 (D + Dv) FLOP a head, must last as long as its L (D + Dv) numbers. With G query
-        heads to a key/value head, a G-th of it is enough.
+        A step of L tokens a rank computes L^2 / 2 entries of each query head, 2 (D + Dv) FLOP each, while L (D + Dv)
+        numbers of each key/value head arrive: L >= itemsize x flops / bandwidth / heads_per_kv_head.
+
+        Args:
+            heads_per_kv_head: query heads to a key/value head (G); 1 without grouped heads.
+            inter: the ring leaves a node.
+            window: inner ring length of a double ring: a block from another node has so many steps to arrive.
         """
-        return -int(-self.itemsize * self.flops // self.bandwidth)
+        bandwidth = self.inter_bandwidth * window if inter else self.bandwidth
+        return -int(-self.itemsize * self.flops // (bandwidth * heads_per_kv_head))
 
 
 TABLES = {

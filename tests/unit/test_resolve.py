@@ -9,6 +9,7 @@ from raycp.resolve import (
     capacity_problems,
     cost_model,
     grid_problems,
+    grid_warning,
     needs_checkpointing,
     resolve_grid,
     resolve_workers,
@@ -108,6 +109,18 @@ def test_what_fits_no_grid_is_a_problem_with_a_fix() -> None:
         assert problem.fix
         assert isinstance(problem.error, PlanError)
     assert grid_problems(resolved(FitConfig(workers=8)), TinyModel(), device="cpu", itemsize=4) == []
+
+
+def test_a_short_ring_is_warned_about_where_it_was_asked_for() -> None:
+    def warning(**parallel: object) -> str | None:
+        config = resolved(FitConfig(workers=4, seq_length=1024, parallel=ParallelConfig(**parallel)))  # type: ignore[arg-type]
+        cost = cost_model(config, TinyModel(), device="npu", itemsize=2)
+        return grid_warning(RankGrid(1, 4), config, TinyModel(), cost)
+
+    said = warning(algorithm="ring")
+    assert said is not None
+    assert "256 tokens a rank" in said
+    assert warning() is None
 
 
 def test_checkpointing_is_chosen_by_memory_on_cpu() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raycp.errors import PlanError
-from raycp.plan import AttentionPlan, CostModel, RankGrid, choose_grid
+from raycp.plan import AttentionPlan, CostModel, RankGrid, choose_grid, ring_warning
 
 NPU = CostModel.named("910b", device="npu")
 CUDA = CostModel.named("h100", device="cuda")
@@ -74,6 +74,15 @@ def test_the_reason_names_the_choice_and_the_alternatives() -> None:
     assert "chosen: ring, balanced" in text
     assert "instead of ring, zigzag" in text
     assert "held MiB" in text
+
+
+def test_short_chunks_of_a_ring_are_said() -> None:
+    heads = {"num_heads": 32, "num_kv_heads": 8, "cost": NPU}
+    said = ring_warning(RankGrid(1, 8), 16_384, **heads)  # type: ignore[arg-type]
+    assert said is not None
+    assert "holds 2048 tokens a rank, and needs 4000" in said
+    assert ring_warning(RankGrid(1, 8), 131_072, **heads) is None  # type: ignore[arg-type]
+    assert ring_warning(RankGrid(1, 1, 8), 16_384, **heads) is None  # type: ignore[arg-type]
 
 
 def test_the_same_answer_every_time() -> None:

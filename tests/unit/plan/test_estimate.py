@@ -132,4 +132,12 @@ def test_named_figures() -> None:
     mine = CostModel.named("910b, bandwidth=5.6e10, links=1, one_call=0", device="npu")
     assert (mine.bandwidth, mine.links, mine.one_call, mine.flops) == (5.6e10, 1, False, 2e14)
     assert CostModel.named("latency=0", device="cpu") == CostModel(latency=0)
-    assert CostModel.named("910b", device="npu").smallest_ring_chunk == 16_000
+
+
+def test_the_smallest_chunk_of_a_ring() -> None:
+    """2 bytes x 2e14 FLOP/s over one link of 25 GB/s; a quarter of it with 4 query heads to a key/value head."""
+    npu = CostModel.named("910b", device="npu")
+    assert npu.smallest_ring_chunk() == 16_000
+    assert npu.smallest_ring_chunk(heads_per_kv_head=4) == 4000
+    assert npu.smallest_ring_chunk(inter=True) == 20_000
+    assert npu.smallest_ring_chunk(inter=True, window=8) == 2500
