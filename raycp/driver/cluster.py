@@ -8,14 +8,16 @@ start, under 1 s to connect.
 
 import contextlib
 import os
+import secrets
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader
 
 from raycp.errors import ClusterError, Problem
 
@@ -41,11 +43,22 @@ class ClusterHandle:
     started_here: bool
     in_job: bool
     driver_address: str
+    environment_before: Mapping[str, str | None] = field(default_factory=dict)
+    """Ray's authentication variables as they were before a local start; put back by `close`."""
 
     def close(self) -> None:
         """Ends the local Ray that `connect` started; leaves any other cluster, and the connection to it, alone."""
-        if self.started_here and ray.is_initialized():
+        if not self.started_here:
+            return
+        if ray.is_initialized():
             ray.shutdown()
+        for name, value in self.environment_before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if self.environment_before:
+            AuthenticationTokenLoader.instance().reset_cache()
 
 
 def in_ray_job(environ: Mapping[str, str] = os.environ) -> bool:
@@ -81,6 +94,7 @@ def connect(*, workers: int | None) -> ClusterHandle:
             ) from error
         return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
     cpus = max(os.cpu_count() or 1, workers or 1)
+    before = _token_in_memory()
     with _loopback_allowed():
         ray.init(
             address="local",
@@ -90,7 +104,7 @@ def connect(*, workers: int | None) -> ClusterHandle:
             runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_import_roots())}},
             **quiet,
         )
-    return ClusterHandle(started_here=True, in_job=False, driver_address=_LOOPBACK)
+    return ClusterHandle(started_here=True, in_job=False, driver_address=_LOOPBACK, environment_before=before)
 
 
 def live_nodes() -> list[NodeInfo]:
@@ -143,6 +157,21 @@ def resolve_output_dir(
             )
         ]
     return path.resolve(), []
+
+
+def _token_in_memory() -> dict[str, str | None]:
+    """Gives the local Ray that is about to start a token of its own, where it would write one to the home folder.
+
+    Ray 2.60 guards a local cluster by a token, and leaves a new one in ~/.ray/auth_token; a cluster started later on
+    this machine would then ask for it. Returns the variables as they were.
+    """
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    before = {name: os.environ.get(name) for name in names}
+    if any(before.values()) or AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return {}
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    AuthenticationTokenLoader.instance().reset_cache()
+    return before
 
 
 @contextlib.contextmanager

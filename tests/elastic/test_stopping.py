@@ -90,6 +90,18 @@ def left_alive(pids: list[int], seconds: float) -> list[int]:
     return alive
 
 
+def test_a_local_ray_leaves_no_token_that_later_clusters_would_ask_for(
+    start: Starter, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    finish(start, inputs, tmp_path / "run")
+    assert not (home / ".ray").exists()
+
+
 def status(out: Path) -> str:
     return str(json.loads((out / "run.json").read_text())["status"])
 
