@@ -8,6 +8,7 @@ nothing; what was found is in `store.report`. Cost: one pass over the rows, and 
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -76,6 +77,18 @@ def prepare(
         over = int((store.lengths > seq_length).sum())
         raise_overflow(over, store.longest, store.row_id(int(store.lengths.argmax())), seq_length)
     return store
+
+
+def remove_leftovers(folder: Path | str) -> None:
+    """Deletes what a killed `prepare` left in `folder`: half-written stores and spooled rows.
+
+    Only for whoever owns the folder: a `prepare` that runs in another process would lose its files.
+    """
+    root = Path(folder)
+    for aside in root.glob(".*.*"):
+        shutil.rmtree(aside)
+    for rows in root.glob("spool/rows-*.jsonl"):
+        rows.unlink()
 
 
 def _build(

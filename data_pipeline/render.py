@@ -84,6 +84,8 @@ class Renderer:
                 texts.append(example.prompt)
             else:
                 texts.append(example.text)
+            _check_encodable(row_id, example.completion if isinstance(example, PromptCompletion) else "")
+            _check_encodable(row_id, chats[place].text if place in chats else texts[-1])
         documents = []
         for place, tokens in enumerate(self.encoder.encode_batch(texts)):
             row_id, example = examples[place]
@@ -159,6 +161,18 @@ class Renderer:
             "the template has them (data.chat_template), or set data.train_on='all'",
             row=row_id,
         )
+
+
+def _check_encodable(row_id: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{row_id}: character {error.start} of its text is {text[error.start]!a}, half of a surrogate pair, which "
+            f"no UTF-8 text has: {text[max(0, error.start - 20) : error.end + 20]!a}",
+            fix="write the row again from its source with valid Unicode, or remove the character",
+            row=row_id,
+        ) from error
 
 
 def _resolve_train_on(train_on: str, format_name: str) -> str:

@@ -229,6 +229,12 @@ def _as_row(value: object, file: Path, line: int) -> Mapping[str, Any]:
     )
 
 
+def _json_problem(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return str(error)  # a number of thousands of digits, brackets nested thousands deep
+
+
 def _read_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with file.open("rb") as stream:
         for line, raw in enumerate(stream, 1):
@@ -239,11 +245,11 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             text = _decode(raw, file, line)
             try:
                 value = json.loads(text)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise _broken(
                     file,
                     line,
-                    f"broken JSON, {error.msg} at column {error.colno}: {text.strip()[:80]!r}",
+                    f"broken JSON, {_json_problem(error)}: {text.strip()[:80]!r}",
                     "repair or remove the line; a .jsonl file has one JSON object per line",
                 ) from error
             yield line, _as_row(value, file, line)
@@ -272,9 +278,9 @@ def _read_json(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             counted = place
         try:
             value, end = decoder.raw_decode(text, place)
-        except json.JSONDecodeError as error:
-            message = f"broken JSON, {error.msg} at column {error.colno}"
-            raise _broken(file, error.lineno, message, "repair the JSON list of rows") from error
+        except (ValueError, RecursionError) as error:
+            at = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            raise _broken(file, at, f"broken JSON, {_json_problem(error)}", "repair the JSON list of rows") from error
         yield line, _as_row(value, file, line)
         place, separator = end, True
 

@@ -110,7 +110,9 @@ class DocumentStore:
     def row_id(self, index: int) -> str:
         """Row that document `index` came from."""
         ends, text = self._row_ids
-        return text[int(ends[index - 1]) if index else 0 : int(ends[index])].tobytes().decode("utf-8")
+        return (
+            text[int(ends[index - 1]) if index else 0 : int(ends[index])].tobytes().decode("utf-8", "surrogateescape")
+        )
 
     @cached_property
     def _tokens(self) -> dict[str, npt.NDArray[Any]]:
@@ -184,7 +186,7 @@ class StoreWriter:
             self._put("weights", document.weights)
         elif "weights" in self._files:
             self._put("weights", np.ones(len(document), np.float32))
-        row_id = np.frombuffer(document.row_id.encode("utf-8"), dtype=np.uint8)
+        row_id = np.frombuffer(document.row_id.encode("utf-8", "surrogateescape"), dtype=np.uint8)
         self._put("row_ids", row_id)
         self._row_id_bytes += row_id.size
         num_targets = document.num_targets

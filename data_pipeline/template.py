@@ -109,10 +109,11 @@ class ChatTemplate:
                 return_assistant_tokens_mask=self.has_tags,
                 **self._variables,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             roles = ", ".join(str(m["role"]) for m in messages)
+            why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise DataError(
-                f"{row_id}: {self.name} refuses messages of roles {roles or '(none)'}: {error}",
+                f"{row_id}: {self.name} refuses messages of roles {roles or '(none)'}: {why}",
                 fix="change the row, or set data.chat_template",
                 row=row_id,
             ) from error

@@ -15,6 +15,8 @@ Guarantees: importing this package, `raycp.config` or `raycp.plan` loads neither
 """
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raycp.config import DataConfig, ElasticConfig, FitConfig, OptimConfig, ParallelConfig
@@ -58,5 +60,23 @@ _LAZY = {"fit": "raycp.api", "FitResult": "raycp.api"}
 def __getattr__(name: str) -> Any:
     """`fit` and `FitResult` bring ray and torch with them: loaded when first asked for (PEP 562)."""
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        try:
+            return getattr(import_module(_LAZY[name]), name)
+        except ImportError as error:
+            _refuse_shadows(error)
+            raise
     raise AttributeError(f"module 'raycp' has no attribute {name!r}")
+
+
+def _refuse_shadows(error: ImportError) -> None:
+    """Raises:
+    ConfigError: a folder or file of the user's own has the name of one of our packages and comes first on the path.
+    """
+    for package, part in (("workers", "actor"), ("data_pipeline", "packing")):
+        spec = find_spec(package)
+        places = [] if spec is None else list(spec.submodule_search_locations or [])
+        if spec is not None and not any(Path(place, f"{part}.py").exists() for place in places):
+            raise ConfigError(
+                f"{next(iter(places), spec.origin)} shadows raycp's package {package!r}",
+                fix=f"rename it: a folder or file named {package!r} must not come before raycp on the Python path",
+            ) from error

@@ -5,13 +5,16 @@ unfinished run and returns at once for a finished one; whatever it raises is a `
 person's Ctrl-C or a programming error raises. Costs nothing that a run does not need: a finished one starts no worker.
 """
 
+import copy
 import dataclasses
+import glob
 import itertools
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from data_pipeline import DocumentStore, PackPlan, StepSchedule, plan_packs, prepare
+from data_pipeline.build import remove_leftovers
 from data_pipeline.sources import open_source
 from raycp.attention.kernels import DEVICES as KERNEL_DEVICES
 from raycp.config import FitConfig
@@ -24,7 +27,7 @@ from raycp.driver.cluster import (
 )
 from raycp.driver.controller import Controller, Outcome
 from raycp.driver.display import Display, counting_bar
-from raycp.driver.record import RunRecord, identity_of, single_driver, write_json
+from raycp.driver.record import RunRecord, folder_problems, identity_of, single_driver, storage_errors, write_json
 from raycp.driver.signals import StopSignal
 from raycp.errors import ClusterError, ConfigError, DataError, ModelError, Problem, one_error
 from raycp.events import EventLog, read_events
@@ -46,6 +49,7 @@ from workers.messages import RunSpec, StoreSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _TYPICAL_PACKS = 4
+_OWN_FILES = ("run.json", "config.json", "events.jsonl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,17 +106,40 @@ def fit(
         ModelError: a chat template that trains no token, weights that do not fit.
         CheckpointError: the folder holds a run that computes something else.
         WorkerError: a rank died or raised; names rank, node and cause. Run again to continue.
-        ClusterError: nodes that cannot hold, see or reach what they must.
+        ClusterError: nodes that cannot hold, see or reach what they must; an output folder that cannot be written.
     """
-    config = config or FitConfig()
+    config = FitConfig() if config is None else config
+    _check_kinds(config)
     setup = _Setup.check(model, data, output_dir, tokenizer, config)
     try:
-        setup.folder.mkdir(parents=True, exist_ok=True)
-        with single_driver(setup.folder):
-            return _run(setup, data)
+        with storage_errors(setup.folder):
+            setup.folder.mkdir(parents=True, exist_ok=True)
+            with single_driver(setup.folder):
+                return _run(setup, data)
     finally:
         if setup.cluster is not None:
             setup.cluster.close()
+
+
+def _check_kinds(config: FitConfig) -> None:
+    """Raises:
+    ConfigError: the configuration, or a part of it, is of another type (a dict, say), so that nothing can be checked.
+    """
+    parts = {
+        f"config.{f.name}": f for f in dataclasses.fields(FitConfig) if dataclasses.is_dataclass(f.default_factory)
+    }
+    wanted: dict[str, Any] = {"config": FitConfig}
+    found: dict[str, Any] = {"config": config}
+    if isinstance(config, FitConfig):
+        wanted |= {name: part.default_factory for name, part in parts.items()}
+        found |= {name: getattr(config, part.name) for name, part in parts.items()}
+    problems = [
+        Problem(f"{name} is a {type(found[name]).__name__}", f"give a raycp.{kind.__name__}(...)")
+        for name, kind in wanted.items()
+        if not isinstance(found[name], kind)
+    ]
+    if problems:
+        raise ConfigError.from_problems(problems)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -134,11 +161,11 @@ class _Setup:
         """
         problems = config.problems()
         folder, found = resolve_output_dir(output_dir)
-        problems += found
+        problems += found if folder is None else folder_problems(folder)
         spec, model_config, loaded, found = _check_model_and_tokenizer(model, tokenizer, config)
         problems += found
         for name, source in (("data", data), ("eval_data", config.eval_data)):
-            problems += _check_source(name, source)
+            problems += _check_source(name, source, folder)
         cluster, device, resolved, found = _check_cluster(config)
         problems += found
         if device is not None and model_config is not None and not problems:
@@ -173,6 +200,11 @@ def _check_model_and_tokenizer(
         problems.append(Problem(error.message, error.fix, error))
     try:
         if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
+            if not hasattr(tokenizer, "save_pretrained"):
+                raise ModelError(
+                    f"tokenizer is a {type(tokenizer).__name__}",
+                    fix="give a folder, a hub id or a transformers tokenizer",
+                )
             loaded = tokenizer
         elif spec is not None:
             loaded = spec.load_tokenizer(None if tokenizer is None else os.fspath(tokenizer))
@@ -188,7 +220,7 @@ def _check_model_and_tokenizer(
     return spec, model_config, loaded, problems
 
 
-def _check_source(name: str, source: Any) -> list[Problem]:
+def _check_source(name: str, source: Any, folder: Path | None) -> list[Problem]:
     """Files must exist and hold something; what their rows are is judged when they are read."""
     if source is None and name == "data":
         return [Problem("data is None", "give a path, a datasets.Dataset, or rows")]
@@ -201,7 +233,29 @@ def _check_source(name: str, source: Any) -> list[Problem]:
             open_source(path, Path(os.devnull))
         except DataError as error:
             found.append(Problem(f"{name}: {error.message}", error.fix, error))
+        if folder is not None and _would_read(os.fspath(path), folder):
+            found.append(
+                Problem(
+                    f"{name}={os.fspath(path)!r} also takes in what raycp writes to output_dir {folder}, so the data "
+                    "would differ when the run continues",
+                    "put output_dir elsewhere, or name the data files",
+                )
+            )
     return found
+
+
+def _would_read(name: str, folder: Path) -> bool:
+    """Whether a folder or pattern of data takes in files that a run writes to its output folder."""
+    path = Path(os.path.abspath(os.path.expanduser(name)))
+    if path.is_dir():
+        return path in (folder, *folder.parents)
+    if not glob.has_magic(name):
+        return False
+    head, stars, tail = str(path).partition("**")
+    if stars:
+        inside = Path(head) in (folder, *folder.parents)
+        return inside and any(PurePath(own).match(PurePath(tail).name or "*") for own in _OWN_FILES)
+    return any((folder / own).match(str(path)) for own in _OWN_FILES)
 
 
 def _check_cluster(config: FitConfig) -> tuple[ClusterHandle | None, DeviceSpec | None, FitConfig, list[Problem]]:
@@ -236,11 +290,16 @@ def _check_cluster(config: FitConfig) -> tuple[ClusterHandle | None, DeviceSpec 
 
 def _run(setup: _Setup, data: Any) -> FitResult:
     config, folder = setup.config, setup.folder
+    for name in ("data", "eval_data"):
+        remove_leftovers(folder / name)
     with counting_bar("preparing data") as progress:
         store = _prepare(setup, data, folder / "data", progress)
         evaluation = None
         if config.eval_data is not None:
-            evaluation = _prepare(setup, config.eval_data, folder / "eval_data", progress)
+            try:
+                evaluation = _prepare(setup, config.eval_data, folder / "eval_data", progress)
+            except DataError as error:
+                raise DataError(f"eval_data: {error.message}", fix=error.fix, **error.details) from error
     longest = max(s.max_positions for s in (store, evaluation) if s is not None)
     problems = check_model(setup.model_config, longest, config.parallel)
     if problems:
@@ -271,7 +330,7 @@ def _run(setup: _Setup, data: Any) -> FitResult:
     if record.status == "finished" and (folder / "export").is_dir():
         return _result(folder, Outcome(status="finished", checkpoint=_newest(folder), export=folder / "export"))
     write_json(folder / "config.json", config.to_dict())
-    setup.tokenizer.save_pretrained(folder / "tokenizer")
+    _tokenizer_of_run(setup).save_pretrained(folder / "tokenizer")
     cost = cost_model(config, setup.model_config, device=setup.device.name, itemsize=_BYTES[config.dtype])
     spec = RunSpec(
         run_id=record.run_id,
@@ -299,7 +358,6 @@ def _run(setup: _Setup, data: Any) -> FitResult:
     if setup.cluster is None:
         setup.cluster = connect(workers=config.workers)
     events = EventLog(events_path, generation=record.generation)
-    done = max(events.losses(), default=0)
     events.write(
         "run_started",
         run_id=record.run_id,
@@ -308,7 +366,7 @@ def _run(setup: _Setup, data: Any) -> FitResult:
         grid_reason=choice.reason,
     )
     warning = grid_warning(grid, config, setup.model_config, cost)
-    with Display(total_steps=schedule.total_steps, done=done) as display, StopSignal(display.say) as stop:
+    with Display(total_steps=schedule.total_steps) as display, StopSignal(display.say) as stop:
         if warning is not None:
             display.say(warning)
         outcome = Controller(
@@ -323,6 +381,15 @@ def _run(setup: _Setup, data: Any) -> FitResult:
         ).run()
     events.close()
     return _result(folder, outcome)
+
+
+def _tokenizer_of_run(setup: _Setup) -> Any:
+    """The tokenizer to export: it carries the chat template that the model is trained with."""
+    if setup.config.data.chat_template is None:
+        return setup.tokenizer
+    tokenizer = copy.deepcopy(setup.tokenizer)
+    tokenizer.chat_template = setup.config.data.chat_template
+    return tokenizer
 
 
 def _prepare(setup: _Setup, data: Any, folder: Path, progress: Any) -> DocumentStore:

@@ -3,6 +3,7 @@
 * messages: the frozen values that travel between driver and workers; each request carries the generation.
 * sockets: which TCP sockets of this process belong to gloo, and how they are shut.
 * process_groups: the life cycle of a rank's process groups: create, warm, abort, rebuild, destroy.
+* storage: what a file system that fails means, in words.
 * progress: counters that move from inside the step.
 * step: one optimizer step, or one evaluation, as a function of (state, pack ids).
 * actor: TrainWorker, the thin shell that Ray calls.

@@ -32,6 +32,7 @@ from workers.messages import EvalReport, Probe, Rendezvous, RunSpec, StepReport,
 from workers.process_groups import ProcessGroups
 from workers.progress import Progress
 from workers.step import TrainState, run_evaluation, run_step
+from workers.storage import storage_fix
 
 _R = TypeVar("_R")
 
@@ -290,13 +291,14 @@ class TrainWorker:
             groups = self._groups
             known = rank if groups is None else groups.rendezvous.rank
             node = ray.util.get_node_ip_address()
+            cause = f"{type(error).__name__}: {error.message if isinstance(error, RaycpError) else error}"
             raise WorkerError(
-                f"rank {known} on {node}: {type(error).__name__}: {error}",
-                fix=error.fix if isinstance(error, RaycpError) else "",
+                f"rank {known} on {node}: {cause}",
+                fix=error.fix if isinstance(error, RaycpError) else storage_fix(error),
                 rank=known,
                 node=node,
                 node_id=ray.get_runtime_context().get_node_id(),
-                cause=f"{type(error).__name__}: {error}",
+                cause=cause,
                 step=step,
                 generation=generation,
                 time=happened,

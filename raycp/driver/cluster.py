@@ -142,6 +142,10 @@ def resolve_output_dir(
     A relative path inside a Ray job would lie in a working folder that changes with every edit of the code, so it is
     taken relative to RAYCP_HOME there, and refused without one.
     """
+    if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
+        return None, [
+            Problem(f"output_dir={output_dir!r} is not a path", "give a folder on storage that all nodes share")
+        ]
     path = Path(output_dir).expanduser()
     if path.is_absolute():
         return path, []

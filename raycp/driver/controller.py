@@ -30,7 +30,7 @@ from raycp.driver.record import RunRecord
 from raycp.driver.signals import StopSignal
 from raycp.driver.store import open_store
 from raycp.errors import ClusterError, Problem, RaycpError, WorkerError
-from raycp.events import EventLog
+from raycp.events import EventLog, read_events
 from raycp.plan import RankGrid
 from raycp.training.checkpoint import Manifest, commit, newest, prune, step_folder
 from workers.actor import TrainWorker
@@ -120,6 +120,7 @@ class Controller:
         self._clock = _Clock()
         self._checkpoint: Path | None = None
         self._store: dist.TCPStore | None = None
+        self._evaluated = {int(e["step"]) for e in read_events(events.path) if e["event"] == "eval"}
         self.state = RunState.PLACING
 
     @property
@@ -175,7 +176,12 @@ class Controller:
             nodes = live_nodes()
             shares = allocate(nodes, workers, resource, cp=self._grid.cp)
             if shares is not None:
-                return Reservation.make(shares, resource, timeout=60.0)
+                left = max(deadline - time.monotonic(), 5.0)
+                try:
+                    return Reservation.make(shares, resource, timeout=min(left, 60.0))
+                except ClusterError:  # another job was faster
+                    if time.monotonic() >= deadline:
+                        raise
             if time.monotonic() >= deadline:
                 raise ClusterError(
                     f"no room for {workers} workers ({resource or 'CPU'} each) within "
@@ -290,6 +296,7 @@ class Controller:
             patience=PATIENCE,
         )
         self._checkpoint = found.path
+        self._display.resume(step)
         redone = max(self._last_step(0) - step, 0)
         self._events.write(
             "recovered",
@@ -308,16 +315,14 @@ class Controller:
 
     def _steps(self, membership: Membership, done: int) -> int:
         total, elastic = self._spec.total_steps, self._config.elastic
-        if done == 0:
-            self._evaluate(membership, 0)
+        self._evaluate_if_due(membership, done)
         for step in range(done + 1, total + 1):
             self._one_step(membership, step)
             last = step == total
             stopping = self._stop.requested
             if step % elastic.checkpoint_every == 0 or last or stopping:
                 self._save(membership, step)
-            if last or (self._config.eval_every and step % self._config.eval_every == 0):
-                self._evaluate(membership, step)
+            self._evaluate_if_due(membership, step)
             if stopping and not last:
                 return step
         return total
@@ -345,13 +350,19 @@ class Controller:
         )
         self._display.step(loss=loss, tokens_per_second=first.tokens / seconds, lr=first.lr)
 
+    def _evaluate_if_due(self, membership: Membership, step: int) -> None:
+        """Once per step in the life of the run, also where a driver died between checkpoint and evaluation."""
+        every = self._config.eval_every
+        due = step in (0, self._spec.total_steps) or (every is not None and step % every == 0)
+        if due and self._spec.evaluation is not None and step not in self._evaluated:
+            self._evaluate(membership, step)
+
     def _evaluate(self, membership: Membership, step: int) -> None:
-        if self._spec.evaluation is None:
-            return
         self._display.phase("evaluating")
         reports: list[EvalReport] = membership.gather(
             lambda m: m.actor.evaluate.remote(self.generation, step), what=f"evaluation after step {step}"
         )
+        self._evaluated.add(step)
         self._events.write("eval", step=step, loss=_mean(reports), targets=reports[0].targets)
         self._display.phase("training")
 
@@ -412,14 +423,18 @@ class Controller:
         return Outcome(status=status, checkpoint=self._checkpoint, export=export, goodput=self._clock.goodput)
 
     def _picture(self) -> None:
-        from raycp.events import read_events
-
         evals = {int(e["step"]): float(e["loss"]) for e in read_events(self._events.path) if e["event"] == "eval"}
         losses = self._events.losses()
         if losses and not draw_losses(losses, evals, self._folder / "loss.png"):
             self._display.say("loss.png was not drawn: pip install matplotlib")
 
     def _note_failure(self, error: BaseException, step: int) -> None:
+        try:
+            self._record_failure(error, step)
+        except OSError as second:  # a full disk: what is raised must be the first error
+            self._display.say(f"the failure could not be recorded in {self._folder}: {second}")
+
+    def _record_failure(self, error: BaseException, step: int) -> None:
         if isinstance(error, WorkerError):
             d = error.details
             self._events.write("worker_lost", rank=d["rank"], node=d["node"], cause=d["cause"], step=step)

@@ -21,16 +21,14 @@ class Display:
 
     Args:
         total_steps: length of the bar.
-        done: steps that were done before this driver started.
         file: where to draw; standard error by default.
     """
 
-    def __init__(self, *, total_steps: int, done: int = 0, file: TextIO | None = None) -> None:
+    def __init__(self, *, total_steps: int, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
         self._live = self._file.isatty()
         self._bar = tqdm(
             total=total_steps,
-            initial=done,
             file=self._file,
             unit="step",
             dynamic_ncols=self._live,
@@ -51,6 +49,11 @@ class Display:
     def phase(self, text: str) -> None:
         """Names what the run is doing, left of the bar."""
         self._bar.set_description_str(text, refresh=self._live)
+
+    def resume(self, done: int) -> None:
+        """Moves the bar to where the run continues; steps before it do not count for its rate."""
+        self._bar.n = self._bar.initial = done
+        self._bar.last_print_n = done
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from raycp.config import FitConfig
-from raycp.errors import CheckpointError, ConfigError
+from raycp.errors import CheckpointError, ClusterError, ConfigError, Problem
+from raycp.events import read_events
+from raycp.training.checkpoint import committed_run
+from workers.storage import storage_fix
 
 VERSION = 1
 
@@ -60,9 +63,11 @@ class RunRecord:
 
         Raises:
             ConfigError: `resume` forbids what would have to be done.
-            CheckpointError: run.json is damaged, or belongs to a run that computes something else.
+            CheckpointError: run.json is damaged, or belongs to a run that computes something else; events or
+                checkpoints in the folder are of another run.
         """
         old = self._read()
+        _refuse_foreign(self.folder, None if old is None else str(old["run_id"]))
         if old is None and resume == "must":
             raise ConfigError(
                 f"elastic.resume='must', but {self.folder} holds no run", fix="check output_dir, or use resume='auto'"
@@ -170,6 +175,53 @@ def write_json(path: Path, value: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def folder_problems(folder: Path) -> list[Problem]:
+    """Why `folder` cannot become the output folder, as far as can be seen without making it."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir():
+        return [Problem(f"output_dir {folder}: {existing} is a file", "give a folder, or a path where none is yet")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            Problem(
+                f"output_dir {folder}: {existing} cannot be written by this user",
+                "grant write permission there, or give an output_dir that can be written",
+            )
+        ]
+    return []
+
+
+@contextlib.contextmanager
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Turns what the output folder's file system refuses into an error with a fix.
+
+    Raises:
+        ClusterError: no space, no permission, a file in the way, a mount that went away.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        if not storage_fix(error) and (named is None or folder not in (named, *named.parents)):
+            raise
+        raise ClusterError(
+            f"output_dir {folder} cannot be written: {error}",
+            fix=storage_fix(error) or "give an output_dir on storage that can be written",
+        ) from error
+
+
+def _refuse_foreign(folder: Path, run_id: str | None) -> None:
+    """Events and checkpoints of another run would be taken for this one's: its losses reported, its state loaded."""
+    started = (str(e["run_id"]) for e in read_events(folder / "events.jsonl") if e["event"] == "run_started")
+    found = {"events.jsonl": next(started, None), "checkpoints": committed_run(folder / "checkpoints")}
+    foreign = {name: other for name, other in found.items() if other is not None and other != run_id}
+    if foreign:
+        raise CheckpointError(
+            f"{folder} holds {' and '.join(f'{name} of run {other}' for name, other in foreign.items())}, but "
+            + ("no run.json" if run_id is None else f"run.json says {run_id}"),
+            fix=f"move {' and '.join(foreign)} out of the folder, give another output_dir, or put the run.json back",
+        )
 
 
 def _compare_identity(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:

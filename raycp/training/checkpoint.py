@@ -250,6 +250,16 @@ def newest(root: Path) -> Newest:
     return Newest(None, None, tuple(messages))
 
 
+def committed_run(root: Path) -> str | None:
+    """Id of the run that committed the newest step whose manifest can be read; None if there is none."""
+    for folder in sorted(_steps(root), reverse=True):
+        try:
+            return load_manifest(folder).run_id
+        except CheckpointError:  # never committed, or damaged: `newest` deals with it
+            continue
+    return None
+
+
 def prune(root: Path, keep: int) -> list[Path]:
     """Deletes all but the newest `keep` committed steps, and uncommitted leftovers older than the newest of them.
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from data_pipeline import describe, plan_packs, prepare
+from data_pipeline.build import remove_leftovers
 from data_pipeline.store import META
 from raycp.config import DataConfig
 from raycp.errors import DataError, ModelError
@@ -30,6 +31,17 @@ def write(path, rows) -> str:
 
 def contents(store) -> list[tuple[list[int], list[int]]]:
     return [(d.ids.tolist(), d.targets.tolist()) for d in map(store.document, range(len(store)))]
+
+
+def test_what_a_killed_preparation_left_is_removed_and_nothing_else(tmp_path):
+    kept = run(CHATS, tmp_path)
+    (tmp_path / ".0123.abcd").mkdir()
+    (tmp_path / ".0123.abcd" / "ids.bin").write_bytes(b"half")
+    (tmp_path / "spool" / "rows-abcd.jsonl").write_text("{}")
+    remove_leftovers(tmp_path)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.parent != kept.folder) == sorted([kept.folder.name, "spool"])
+    assert contents(run(CHATS, tmp_path)) == contents(kept)
+    remove_leftovers(tmp_path / "not made yet")
 
 
 def test_files_and_iterables_give_the_same_documents(tmp_path):

@@ -161,6 +161,27 @@ def test_no_template_and_refusing_templates():
         render(make_tokenizer(), conversation(TALK[:1]))
 
 
+@pytest.mark.parametrize("expression", ["messages[0].content + 1", "messages[7].content", "1 // 0", "messages.x.y"])
+def test_a_template_whose_code_fails_is_a_data_error_with_the_row(expression):
+    with pytest.raises(DataError, match=r"f:1: data\.chat_template refuses messages"):
+        render(make_tokenizer(), conversation(TALK), template="{{ " + expression + " }}")
+
+
+@pytest.mark.parametrize(
+    ("example", "format_name"),
+    [
+        (Text("emoji torn in two: \ud83d"), "text"),
+        (PromptCompletion("what?", "\ud83d"), "prompt_completion"),
+        (PromptCompletion("\ud83d", "that"), "prompt_completion"),
+        (conversation(chat("\ud83d", "fine")), "messages"),
+        (conversation(chat("<|im_end|>\ud83d", "fine")), "messages"),
+    ],
+)
+def test_half_a_surrogate_pair_is_named_with_its_row(example, format_name):
+    with pytest.raises(DataError, match=r"f:1: character \d+ of its text is '\\ud83d', half of a surrogate pair"):
+        render(make_tokenizer(), example, format_name=format_name)
+
+
 def test_exactly_one_bos():
     for template in (tiny.LLAMA3, tiny.LLAMA3.replace("{{ bos_token }}", "")):
         tokenizer = make_tokenizer("llama3", template)

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 
 import numpy as np
@@ -35,6 +36,12 @@ def check_same(store: DocumentStore, docs: list[Document]) -> None:
         assert (got.start_position, got.row_id) == (want.start_position, want.row_id)
         assert got.target_weight == want.target_weight == store.target_weights[i]
         assert store.num_targets[i] == want.num_targets
+
+
+def test_a_file_name_that_is_not_unicode_is_kept(tmp_path):
+    name = os.fsdecode(b"caf\xe9.jsonl:1")
+    store = write(tmp_path / "s", [Document(ids=np.array([1, 2]), targets=np.array([2, -100]), row_id=name)])
+    assert store.row_id(0) == name
 
 
 def test_round_trip_with_weights_that_start_late(tmp_path):

@@ -1,6 +1,7 @@
 """What the driver decides before it talks to Ray."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,13 @@ def test_relative_output_inside_a_job_lies_under_the_home(tmp_path: Path) -> Non
     folder, problems = resolve_output_dir("runs/one", JOB | {"RAYCP_HOME": str(tmp_path)})
     assert folder == tmp_path / "runs" / "one"
     assert problems == []
+
+
+@pytest.mark.parametrize("given", [None, 3, ""])
+def test_output_that_is_no_path_is_a_problem_not_a_crash(given: Any) -> None:
+    folder, problems = resolve_output_dir(given, {})
+    assert folder is None
+    assert "is not a path" in problems[0].message
 
 
 def test_which_cluster_is_used() -> None:

@@ -1,14 +1,19 @@
 """run.json: who may open a run, and what may not change between two starts."""
 
+import errno
 import json
 import multiprocessing
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from raycp.config import DataConfig, ElasticConfig, FitConfig, OptimConfig, ParallelConfig
-from raycp.driver.record import RunRecord, identity_of, single_driver, write_json
-from raycp.errors import CheckpointError, ConfigError
+from raycp.driver.record import RunRecord, folder_problems, identity_of, single_driver, storage_errors, write_json
+from raycp.errors import CheckpointError, ClusterError, ConfigError
+from raycp.events import EventLog
+from raycp.training.checkpoint import Manifest, ShardEntry, ShardRecord, commit, step_folder
 
 
 def identity(config: FitConfig | None = None, **changed: str) -> dict[str, object]:
@@ -89,3 +94,76 @@ def test_a_second_live_driver_is_refused_and_a_dead_one_is_not_in_the_way(tmp_pa
         other.join()
     with single_driver(tmp_path):
         assert (tmp_path / "run.lock").exists()
+
+
+def put_checkpoint(folder: Path, run_id: str, step: int = 6) -> None:
+    place = step_folder(folder / "checkpoints", step)
+    place.mkdir(parents=True)
+    entry = ShardEntry(name="param/w", shape=(1,), dtype="float32", start=0, stop=1)
+    shard = ShardRecord(file="x", bytes=0, crc32=0, entries=(entry,))
+    manifest = Manifest(step=step, cursor={}, plan_hash="", generation=1, run_id=run_id, grid={}, shards=(shard,))
+    commit(place, manifest)
+
+
+def put_events(folder: Path, run_id: str) -> None:
+    log = EventLog(folder / "events.jsonl", generation=1)
+    log.write("run_started", run_id=run_id)
+    log.close()
+
+
+@pytest.mark.parametrize(("put", "name"), [(put_checkpoint, "checkpoints"), (put_events, "events.jsonl")])
+def test_what_another_run_left_is_not_taken_for_this_runs(
+    tmp_path: Path, put: Callable[[Path, str], None], name: str
+) -> None:
+    put(tmp_path, "another-run")
+    with pytest.raises(CheckpointError, match=f"{name} of run another-run, but no run.json") as caught:
+        opened(tmp_path)
+    assert name in caught.value.fix
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize(("put", "name"), [(put_checkpoint, "checkpoints"), (put_events, "events.jsonl")])
+def test_what_this_run_left_is_its_own(tmp_path: Path, put: Callable[[Path, str], None], name: str) -> None:
+    run_id = opened(tmp_path).run_id
+    put(tmp_path, run_id)
+    assert opened(tmp_path).generation == 2
+    write_json(tmp_path / "run.json", json.loads((tmp_path / "run.json").read_text()) | {"run_id": "other"})
+    with pytest.raises(CheckpointError, match=f"{name} of run {run_id}, but run.json says other"):
+        opened(tmp_path)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        (problem,) = folder_problems(folder)
+        assert f"{tmp_path / 'file'} is a file" in problem.message
+        assert problem.fix
+    assert folder_problems(tmp_path / "new" / "run") == []
+
+
+def test_a_folder_without_write_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    (problem,) = folder_problems(tmp_path / "run")
+    assert f"{tmp_path} cannot be written" in problem.message
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_a_full_or_forbidden_disk_is_an_error_with_a_fix(tmp_path: Path, number: int) -> None:
+    with pytest.raises(ClusterError, match="cannot be written") as caught, storage_errors(tmp_path):
+        raise OSError(number, os.strerror(number))
+    assert caught.value.fix
+
+
+def test_a_file_of_the_run_in_the_way_is_an_error_with_a_fix(tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    with pytest.raises(ClusterError, match="data") as caught, storage_errors(tmp_path):
+        (tmp_path / "data" / "store").mkdir()
+    assert caught.value.fix
+
+
+def test_other_operating_system_errors_are_left_alone(tmp_path: Path) -> None:
+    """Planted: the user's own rows come over a network that breaks; nothing is wrong with the folder."""
+    with pytest.raises(ConnectionResetError), storage_errors(tmp_path):
+        raise ConnectionResetError(errno.ECONNRESET, "reset by peer")
+    with pytest.raises(FileNotFoundError), storage_errors(tmp_path / "run"):
+        (tmp_path / "elsewhere").read_text()

@@ -1,0 +1,23 @@
+"""What a file system that fails means, in words that say what to change.
+
+Guarantees: an `OSError` of a full, read-only, vanished or forbidden file system is told from other ones (time-outs,
+broken connections) by its number alone, the same way in the driver and in a worker.
+"""
+
+import errno
+
+_FIXES = {
+    errno.ENOSPC: "free space there, or give an output_dir with more; then run the same command again to continue",
+    errno.EDQUOT: "free some of your quota there, or give another output_dir; then run the same command again",
+    errno.EFBIG: "give an output_dir on a file system that takes files of this size",
+    errno.EROFS: "mount it for writing, or give an output_dir that can be written",
+    errno.EACCES: "grant write permission there, or give an output_dir that can be written",
+    errno.EPERM: "grant write permission there, or give an output_dir that can be written",
+    errno.EIO: "check the storage; then run the same command again to continue",
+    errno.ESTALE: "check the mount of the storage; then run the same command again to continue",
+}
+
+
+def storage_fix(error: BaseException) -> str:
+    """What to change about the file system that raised `error`; "" if no file system did."""
+    return _FIXES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
