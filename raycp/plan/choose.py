@@ -220,7 +220,7 @@ def natural_algorithms(grid: RankGrid) -> tuple[str, ...]:
     """What "auto" may take on a grid, in order of preference."""
     if grid.ulysses > 1:
         return ("ulysses",) if grid.ring == 1 else ("hybrid",)
-    return ("ring",)
+    return ("ring", "allgather") if grid.window == 1 else ("ring",)
 
 
 def _fits(algorithm: str, ring: int, ulysses: int) -> bool:

@@ -16,7 +16,7 @@ from raycp.errors import PlanError
 Floats = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
 
-_RATES = ("flops", "bandwidth", "inter_bandwidth", "memory_bandwidth")
+_RATES = ("flops", "band_factor", "bandwidth", "inter_bandwidth", "memory_bandwidth")
 _COUNTS = ("links", "ranks_per_node", "head_dim", "value_dim", "itemsize")
 _BACKWARD_FLOPS = 2.5
 """Backward of attention over forward: five products of matrices, and two."""
@@ -33,12 +33,13 @@ class CostModel:
         one_call: the kernel takes all slices of a step in one call (variable-length kernels); else one call a slice.
         causal_block: queries and keys that the kernel masks together. It computes a diagonal of n rows as if each row
             saw half a block more: up to one block, a causal slice costs as much as a full one.
+        band_factor: what an entry costs under a mask that is not a triangle (a mask tensor on CPU), over a plain one.
         bandwidth: bytes/s between two ranks of a node, each way.
         links: peers that a rank reaches at full `bandwidth` at the same time (8 cards in a full mesh: 7).
         inter_bandwidth: bytes/s of a rank to ranks of other nodes.
         ranks_per_node: consecutive ranks that share a node.
         latency: seconds that a message costs beside its bytes.
-        memory_bandwidth: bytes/s of the rank's own memory: merging of partial results.
+        memory_bandwidth: bytes/s of the rank's own memory: rows that kernels write and that are merged.
         linear_flops: FLOP of a layer's linear parts for one token, forward.
         head_dim: D of queries and keys.
         value_dim: D of values.
@@ -48,17 +49,18 @@ class CostModel:
         PlanError: a figure is out of range.
     """
 
-    flops: float = 1e11
-    call_seconds: float = 11e-6
-    backward_call_seconds: float = 17e-6
+    flops: float = 8e10
+    call_seconds: float = 33e-6
+    backward_call_seconds: float = 60e-6
     one_call: bool = False
     causal_block: int = 512
+    band_factor: float = 1.2
     bandwidth: float = 1.2e9
     links: int = 1
     inter_bandwidth: float = 1.2e9
     ranks_per_node: int = 64
     latency: float = 5e-5
-    memory_bandwidth: float = 1e10
+    memory_bandwidth: float = 8e9
     linear_flops: float = 0.0
     head_dim: int = 128
     value_dim: int = 128
@@ -149,6 +151,7 @@ TABLES = {
         backward_call_seconds=3e-5,
         one_call=True,
         causal_block=128,
+        band_factor=1.0,
         bandwidth=2.5e10,
         links=7,
         inter_bandwidth=2e10,
@@ -163,6 +166,7 @@ TABLES = {
         backward_call_seconds=2e-5,
         one_call=True,
         causal_block=128,
+        band_factor=1.0,
         bandwidth=2.3e11,
         inter_bandwidth=2.2e10,
         ranks_per_node=8,
@@ -176,6 +180,7 @@ TABLES = {
         backward_call_seconds=2e-5,
         one_call=True,
         causal_block=128,
+        band_factor=1.0,
         bandwidth=3.5e11,
         inter_bandwidth=4.5e10,
         ranks_per_node=8,
@@ -186,9 +191,10 @@ TABLES = {
 }
 """Figures that kernels and links reach, not peaks.
 
-cpu: measured (one core of a server with AVX-512, fp32; gloo on one host). 910b: 354 TFLOP/s bf16 peak, 56 % reached;
-one HCCS link of the full mesh of 8 (not verified), RoCE of 200 Gb/s between nodes. a100, h100: NVLink as rings reach
-it, InfiniBand of 200 and 400 Gb/s. Latencies and call overheads of accelerators are typical values, not measured.
+cpu: measured (one core of a server with AVX-512, fp32, 8 heads of 64, slices of 2 to 1 024 rows; gloo on one host).
+910b: 354 TFLOP/s bf16 peak, 56 % reached; one HCCS link of the full mesh of 8 (not verified), RoCE of 200 Gb/s between
+nodes. a100, h100: NVLink as rings reach it, InfiniBand of 200 and 400 Gb/s. Latencies and call overheads of
+accelerators are typical values, not measured.
 """
 _DEVICES = {"cpu": "cpu", "cuda": "h100", "npu": "910b"}
 

@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from raycp.plan.cost import CostModel, Floats
 from raycp.plan.grid import RankGrid
-from raycp.plan.heads import head_shares
+from raycp.plan.heads import head_groups, head_shares
 from raycp.plan.layout import Ints, Shard
 
-_MERGE_BYTES = 2 * 4 * 4
-"""Of one number of a partial output: about four passes over it in fp32, forward, and as much for dQ, backward."""
+_ROW_BYTES = 2 * 4 * 4
+"""Of one number of a kernel's output: about four passes over it in fp32, forward, and as much for dQ, backward. Merging
+costs them again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,8 @@ class Counts:
     Fields: `tokens` [P]. `entries`, `rows`, `calls`, `queries` [P, P]: visible score entries of the receiver's queries
     against the owner's keys; rows of K and V that travel (0 on the diagonal); kernel calls, one a slice; rows of
     partial results that are merged into those of earlier steps. `masked` [P]: entries that a kernel with blocks of
-    `CostModel.causal_block` computes in vain.
+    `CostModel.causal_block` computes in vain. `local` and `local_calls` [P]: entries of queries that need no other
+    rank, and their kernel calls; `gathered_calls` [P]: calls for the other queries, once their keys are gathered.
     """
 
     tokens: Floats
@@ -40,6 +42,9 @@ class Counts:
     calls: Floats
     queries: Floats
     masked: Floats
+    local: Floats
+    local_calls: Floats
+    gathered_calls: Floats
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Estimate:
         seconds: all of it.
         compute: kernels.
         exposed: communication that no compute hides.
-        rest: merging of partial results, and the linear parts of the layer.
+        rest: writing and merging of rows, and the linear parts of the layer.
         rows: share of all K/V rows of the other ranks that the busiest rank receives.
         imbalance: largest work over mean work.
         block_bytes: K and V of other ranks that are held at once.
@@ -99,7 +104,11 @@ def count(
         return _sums(owner, weights, size)
 
     own = np.diag_indices(size)
-    masked = per_rank(np.minimum(length, block) * length / 2) if causal and block > 1 else np.zeros(size)
+    masked = np.zeros(size)
+    if causal and block > 1:  # a rank's pieces of a document are one square without a window, else each is one
+        begins = np.flatnonzero(first) if window is None else np.arange(len(length))
+        held = np.add.reduceat(length, begins) if len(begins) else length
+        masked = _sums(owner[begins], np.minimum(held, block) * held / 2, size)
     calls[own] = _own_calls(owner, length, first, size) if window is None else per_rank(strips * np.ones(len(owner)))
     whole = length == lengths
     entries[own] = per_rank(np.where(whole, total, inside))
@@ -110,6 +119,7 @@ def count(
     low_at, high_at = starts[document], start if causal else ends[document]
     if window is not None:
         low_at = np.maximum(low_at, start - window + 1)
+    elsewhere = np.zeros_like(start)
     for k in range(size) if len(part) else ():
         low, high = shards[k].rows_before(low_at), shards[k].rows_before(high_at)
         visible = high - low
@@ -119,8 +129,21 @@ def count(
         queries[:, k] = per_rank((visible > 0) * length)
         called = per_rank((visible > 0) & (first | (high != before) | (window is not None)) * strips)
         calls[:, k] += np.where(np.arange(size) == k, 0, called)
+        elsewhere += np.where(owner == k, 0, visible)
     rows[own] = queries[own] = 0
-    return Counts(np.array([s.num_tokens for s in shards], dtype=np.float64), entries, rows, calls, queries, masked)
+    needing = elsewhere > 0
+    tokens, remote_total = np.array([s.num_tokens for s in shards], dtype=np.float64), total[part]
+    return Counts(
+        tokens,
+        entries,
+        rows,
+        calls,
+        queries,
+        masked,
+        local=entries.sum(1) - per_rank(np.where(needing, remote_total, 0)),
+        local_calls=np.maximum(calls[own] - per_rank(needing & first), 0),
+        gathered_calls=per_rank(np.where(needing, -(-2 * length // max(block, 2)) if causal else 1, 0)),
+    )
 
 
 def _entries(x: Ints, length: Ints, causal: bool, window: int | None) -> Ints:
@@ -164,11 +187,9 @@ def estimate(
     schedule = _allgather if algorithm == "allgather" else _ring
     compute, exposed, block = schedule(counts, grid, cost, query, kv)
     exposed = exposed + _exchange(counts, grid, cost, num_heads, sum(len(s.kv) for s in shares))
-    merged = 0 if algorithm == "allgather" else counts.queries.sum(1)
-    rest = (
-        merged * (query * cost.value_dim * _MERGE_BYTES) / cost.memory_bandwidth
-        + cost.linear_seconds * counts.tokens / grid.ulysses
-    )
+    written = counts.tokens + (0 if algorithm == "allgather" else 2 * counts.queries.sum(1))
+    rest = written * (query * cost.value_dim * _ROW_BYTES / cost.memory_bandwidth)
+    rest = rest + cost.linear_seconds * counts.tokens / grid.ulysses
     seconds = compute + exposed + rest
     slowest = int(np.argmax(seconds))
     work = counts.entries.sum(1)
@@ -213,25 +234,31 @@ def _ring(counts: Counts, grid: RankGrid, cost: CostModel, query: int, kv: int) 
 
 
 def _allgather(counts: Counts, grid: RankGrid, cost: CostModel, query: int, kv: int) -> tuple[Floats, Floats, Floats]:
-    """As `_ring`: all rows come at once, one key/value head while the head before is computed."""
+    """As `_ring`: all rows come at once, for one group of key/value heads while the group before is computed.
+
+    Queries that need no other rank are computed first, while the first group arrives.
+    """
     incoming, outgoing = counts.rows.sum(1), counts.rows.sum(0)
     peers = np.maximum((counts.rows > 0).sum(1), (counts.rows > 0).sum(0))
+    groups = len(head_groups(kv))
     inter = grid.cp > cost.ranks_per_node
     bandwidth = cost.inter_bandwidth if inter else cost.bandwidth * np.clip(peers, 1, cost.links)
-    own = np.diagonal(counts.calls)
-    calls = own + (counts.calls.sum(1) - own) / max(grid.ring - 1, 1)
+    work = counts.entries.sum(1)
+    share = np.divide(counts.local, work, out=np.ones(grid.ring), where=work > 0)
     compute, exposed = np.zeros(grid.ring), np.zeros(grid.ring)
+    calls = [counts.local_calls, groups * counts.gathered_calls]
+    if cost.one_call:
+        calls = [np.minimum(calls[0], 1), np.minimum(calls[1], groups)]
     for backward in (False, True):
-        link = 2 * (2 if backward else 1) * kv * peers * cost.latency
+        link = 2 * (2 if backward else 1) * groups * peers * cost.latency
         link = link + _moved(cost, kv, incoming, outgoing, backward) / bandwidth
-        seconds = cost.compute_seconds(
-            (counts.entries.sum(1) + counts.masked) * query,
-            kv * (np.minimum(calls, 1) if cost.one_call else calls),
-            backward=backward,
-        )
-        compute += seconds
-        exposed += link / kv + np.maximum(link - seconds, 0) * (kv - 1) / kv
-    return compute, exposed, incoming
+        entries = (counts.local + counts.masked * share) * query
+        local = cost.compute_seconds(entries, calls[0], backward=backward)
+        entries = (work - counts.local + counts.masked * (1 - share)) * (query * cost.band_factor)
+        rest = cost.compute_seconds(entries, calls[1], backward=backward)
+        compute += local + rest
+        exposed += np.maximum(link / groups - local, 0) + (groups - 1) / groups * np.maximum(link - rest, 0)
+    return compute, exposed, incoming * (1 if groups == 1 else 2 / groups)
 
 
 def _moved(cost: CostModel, kv: int, incoming: Floats, outgoing: Floats, backward: bool) -> Floats:

@@ -64,15 +64,46 @@ def test_counts_are_those_of_the_programs(
         num_heads=4,
         num_kv_heads=2,
         layout=layout,
+        algorithm="ring",
         mask=mask,
         sliding_window=window if mask == "causal" else None,
     )
     check_counts(plan, counts_of(plan))
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), max_size=8),
+    ring=st.integers(1, 6),
+    layout=st.sampled_from(LAYOUTS),
+    mask=st.sampled_from(["causal", "full"]),
+    window=st.none() | st.integers(1, 24),
+)
+def test_what_a_gathering_rank_computes_alone_is_known(
+    lengths: list[int], ring: int, layout: str, mask: str, window: int | None
+) -> None:
+    plan = AttentionPlan.build(
+        np.cumsum(lengths).tolist(),
+        RankGrid(1, ring),
+        num_heads=4,
+        num_kv_heads=2,
+        layout=layout,
+        algorithm="allgather",
+        mask=mask,
+        sliding_window=window if mask == "causal" else None,
+    )
+    counts = counts_of(plan)
+    programs = [plan.program(rank) for rank in range(ring)]
+    assert np.allclose(counts.local, [sum(s.area for s in p.steps[0].slices) for p in programs])
+    assert np.allclose(counts.entries.sum(1), [p.area for p in programs])
+    assert np.array_equal(counts.rows.sum(1), [p.rows_received for p in programs])
+
+
 @pytest.mark.parametrize("name", ["rows", "entries", "calls", "queries", "tokens"])
 def test_a_wrong_count_is_seen(name: str) -> None:
-    plan = AttentionPlan.build([30, 64, 65], RankGrid(1, 3), num_heads=4, num_kv_heads=2, layout="zigzag")
+    plan = AttentionPlan.build(
+        [30, 64, 65], RankGrid(1, 3), num_heads=4, num_kv_heads=2, layout="zigzag", algorithm="ring"
+    )
     counts = counts_of(plan)
     wrong = getattr(counts, name).copy()
     wrong[-1] += 1
