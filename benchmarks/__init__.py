@@ -1,0 +1,12 @@
+"""What raycp claims in numbers, each by the command that makes it: `python -m benchmarks.NAME` in the repository's root.
+
+* `balance`: work, tokens and K/V rows of packs; how long planning takes
+* `bytes`: what communicators carry is what plans say, and for all-gather what is needed
+* `overlap`: delayed messages cost a ring no time
+* `attention_speed`: against bare kernels, PyTorch's ring, DeepSpeed Ulysses, and one process
+* `scaling`: how cost grows with tokens, documents and ranks
+* `end_to_end`: a tiny Llama against DeepSpeed
+* `auto_regret`: what "auto" chose against the best that could have been chosen
+
+`report`, `packs`, `meters`, `rounds` and `peers` are shared by them.
+"""
