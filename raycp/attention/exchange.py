@@ -58,7 +58,7 @@ def fetch(
         round_index: tells exchanges of one step apart.
     """
     moving = range(len(kept), len(own))
-    arriving = tuple(own[n].new_empty(step.block_rows, *own[n].shape[1:]) for n in moving)
+    arriving = tuple(empty_rows(own[n], step.block_rows) for n in moving)
     block = Block(step, (*kept, *arriving))
     if not moving:
         return block
@@ -69,7 +69,7 @@ def fetch(
         for n, x in zip(moving, arriving, strict=True):
             buffer = x[places[0].start : places[0].stop]
             if len(places) > 1:
-                buffer = x.new_empty(transfer.num_rows, *x.shape[1:])
+                buffer = empty_rows(x, transfer.num_rows)
                 block._staged.append((buffer, x, places))
             receives.append(Message(transfer.peer, buffer, tag + n, name))
     for transfer in step.sends:
@@ -81,6 +81,11 @@ def fetch(
     if step.receives:
         call.stats.hold(arriving)
     return block
+
+
+def empty_rows(like: torch.Tensor, rows: int) -> torch.Tensor:
+    """A buffer [rows, ...] of its own for what arrives."""
+    return like.new_empty(rows, *like.shape[1:])
 
 
 class Returning:

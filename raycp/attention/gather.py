@@ -37,6 +37,7 @@ def forward(
                 for start, stop in ((s.q_start, s.q_stop) for s in slices):
                     out[start:stop, heads], lse[start:stop, heads] = part[start:stop], part_lse[start:stop]
         call.progress(turn.index)
+        del turn  # its rows, before the next ones are waited for
     assert out is not None
     assert lse is not None
     return out.to(q.dtype), lse, ()
@@ -74,8 +75,11 @@ def backward(
                     total[rows.start : rows.stop] += x[place.start : place.stop]
         if flying is not None:
             flying[0].add_to(flying[1])
-        flying = (Returning(step, share, totals, call, round_index=turn.index - step.index), totals)
+            flying = None
+        if step.index:
+            flying = (Returning(step, share, totals, call, round_index=turn.index - step.index), totals)
         call.progress(turn.index)
+        del turn
     if flying is not None:
         flying[0].add_to(flying[1])
     return dq, dk, dv

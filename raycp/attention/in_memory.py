@@ -26,16 +26,25 @@ class InMemoryWorld:
     Args:
         size: number of ranks.
         delay: largest random wait before a delivery, in seconds.
+        latency: seconds from a message's posting until it can be delivered: time that computation may hide.
         seed: of the random waits.
         stale: plants a fault: a delivery brings what the delivery before it to the same rank brought.
         timeout: seconds a rank waits for a message.
     """
 
     def __init__(
-        self, size: int, *, delay: float = 0.0, seed: int = 0, stale: bool = False, timeout: float = 60.0
+        self,
+        size: int,
+        *,
+        delay: float = 0.0,
+        latency: float = 0.0,
+        seed: int = 0,
+        stale: bool = False,
+        timeout: float = 60.0,
     ) -> None:
         self.size = size
         self._delay = delay
+        self._latency = latency
         self._stale = stale
         self._timeout = timeout
         self._random = [random.Random(seed * size + rank) for rank in range(size)]
@@ -88,6 +97,7 @@ class InMemoryWorld:
             time.sleep(self._random[rank].random() * self._delay)
         with self._changed:
             parcel = mail.popleft()
+        time.sleep(max(0.0, parcel.posted + self._latency - time.monotonic()))
         fresh = parcel.tensor.clone()
         stale = self._last.get(rank) if self._stale else None
         self._last[rank] = fresh
@@ -117,9 +127,10 @@ class InMemoryWorld:
 
 
 class _Parcel:
-    __slots__ = ("read", "tensor")
+    __slots__ = ("posted", "read", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.posted = time.monotonic()
         self.tensor = tensor
         self.read = False
 

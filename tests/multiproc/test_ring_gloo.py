@@ -2,6 +2,7 @@
 
 import datetime
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,33 @@ def _ulysses_cases(world_size: int, ring: int) -> list[Case]:
 def test_ulysses_and_hybrid_agree_with_the_oracle(world_size: int, ring: int) -> None:
     by_rank = run_ranks(_run_ulysses, world_size, ring)
     for i, case in enumerate(_ulysses_cases(world_size, ring)):
+        found = errors(case, [parts[i] for parts in by_rank])
+        assert max(found.values()) <= TOLERANCE, (case, found)
+
+
+def _run_schedules(rank: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
+    cases = _schedule_cases(world_size)
+    groups = {grid: build_groups(grid) for grid in dict.fromkeys(case.plan().grid for case in cases)}
+    return [run_rank(case, groups[case.plan().grid]) for case in cases]
+
+
+def _schedule_cases(world_size: int) -> list[Case]:
+    """Each pack by allgather, with a cache, and through a double ring."""
+    rng = random.Random(40 + world_size)
+    cases = []
+    for _ in range(6):
+        case = random_case(rng, max_ring=1)
+        cases.append(replace(case, ring=world_size, algorithm="allgather"))
+        cases.append(replace(case, ring=world_size, kv_cache=rng.choice(["half", "full"]), algorithm="ring"))
+        if world_size == 4:
+            cases.append(replace(case, ring=4, inner=2, kv_cache=rng.choice(["none", "half"])))
+    return cases
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gathering_caches_and_double_rings_agree_with_the_oracle(world_size: int) -> None:
+    by_rank = run_ranks(_run_schedules, world_size)
+    for i, case in enumerate(_schedule_cases(world_size)):
         found = errors(case, [parts[i] for parts in by_rank])
         assert max(found.values()) <= TOLERANCE, (case, found)
 

@@ -3,7 +3,8 @@
 Guarantees: fp32 log-sum-exp, so partial results can be merged; grouped heads without copies; D != Dv by padding with
 zeros. Costs about 11 us a call forward and 17 us backward. The op does not skip masked keys inside its block of 512, so
 a causal slice of up to 512 rows costs as much as a full one. A band is cut into strips of 256 queries, each with a mask
-tensor of its own: 256 x (window + 256) numbers at a time. Inputs fp32, bf16 or fp16; sums inside are fp32.
+tensor of its own: 256 x (window + 256) numbers at a time. A band that is causal towards its last key is a full and a
+causal call, merged: 0.7 to 1.0 of the time of strips. Inputs fp32, bf16 or fp16; sums inside are fp32.
 
 Legend: t query rows, s key rows of the step's block, H query heads, K key/value heads, D head dim, Dv value dim.
 """
@@ -52,8 +53,8 @@ class CpuFlashKernel:
                     scale=scale,
                 )
                 part, part_lse = part[0].transpose(0, 1), part_lse[0].t()
-            if rows.start < written:  # a row of an earlier slice: only windows have that
-                merge_(out[rows], lse[rows], part[..., :value_dim], part_lse)
+            if rows.start < written:  # a row of an earlier call: only bands have that
+                merge_(out[rows], lse[rows], part[..., :value_dim].float(), part_lse)
             else:
                 out[rows], lse[rows] = part[..., :value_dim], part_lse
             written = max(written, rows.stop)
@@ -115,6 +116,11 @@ def _calls(slices: Sequence[Slice], q: torch.Tensor) -> Iterator[_Call]:
     for s in slices:
         if s.kind is not MaskKind.BAND:
             yield _Call(slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), s.kind)
+            continue
+        square = s.k_stop - (s.q_stop - s.q_start)
+        if s.lower <= s.q_start - s.q_stop + 1 and s.upper == square - s.k_start > 0:
+            yield _Call(slice(s.q_start, s.q_stop), slice(s.k_start, square), MaskKind.FULL)
+            yield _Call(slice(s.q_start, s.q_stop), slice(square, s.k_stop), MaskKind.CAUSAL)
             continue
         for first in range(0, s.q_stop - s.q_start, STRIP):
             last = min(first + STRIP, s.q_stop - s.q_start) - 1

@@ -5,12 +5,14 @@ Legend: T tokens of the pack, t of a rank, H query heads, K key/value heads, D h
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
-from raycp.attention import Groups, InMemoryWorld, cp_attention
+from raycp.attention import AttentionStats, Groups, InMemoryWorld, cp_attention
+from raycp.attention.api import make_call, run_call
+from raycp.attention.communicator import Communicator
 from raycp.attention.kernels import Kernel
 from raycp.attention.kernels.reference import dense_attention, sawtooth
 from raycp.plan import AttentionPlan, RankGrid
@@ -144,11 +146,60 @@ def run_in_memory(
     world: InMemoryWorld | None = None,
     plan: AttentionPlan | None = None,
     kernel: Kernel | None = None,
+    wrap: Callable[[Communicator], Communicator] = lambda ring: ring,
 ) -> list[tuple[torch.Tensor, ...]]:
-    """out, dq, dk, dv of every rank, each rank a thread."""
+    """out, dq, dk, dv of every rank, each rank a thread; `wrap` goes around the communicator of the ring."""
     grid = case.plan().grid
     world = InMemoryWorld(grid.cp) if world is None else world
-    return world.run(lambda whole: run_rank(case, groups_in_memory(world, grid, whole.rank), plan=plan, kernel=kernel))
+
+    def rank(whole: Communicator) -> tuple[torch.Tensor, ...]:
+        groups = groups_in_memory(world, grid, whole.rank)
+        ring = wrap(groups.communicator)
+        return run_rank(case, replace(groups, communicator=ring, outer=ring), plan=plan, kernel=kernel)
+
+    return world.run(rank)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one rank counted: bytes of each direction, and the stats after forward and after backward."""
+
+    forward: int
+    backward: int
+    between: AttentionStats
+    after: AttentionStats
+
+
+def count_in_memory(case: Case, *, grad: bool = True) -> list[Counted]:
+    """Bytes and stats of every rank; the graph is released at the end."""
+    plan = case.plan()
+    world = InMemoryWorld(plan.grid.cp)
+
+    def rank(whole: Communicator) -> Counted:
+        groups = groups_in_memory(world, plan.grid, whole.rank)
+        index = torch.from_numpy(plan.token_index(whole.rank))
+        q, k, v, dout = (x[index] for x in case.tensors())
+        leaves = [x.requires_grad_(grad) for x in (q, k, v)]
+        stats = AttentionStats()
+        call = replace(make_call(*leaves, plan=plan, groups=groups, scale=None, kernel=None), stats=stats)
+        out = run_call(*leaves, plan=plan, groups=groups, call=call)
+        between = replace(stats)
+        if grad:
+            out.backward(dout)
+        return Counted(between.bytes_sent, stats.bytes_sent - between.bytes_sent, between, stats)
+
+    return world.run(rank)
+
+
+def assert_bytes_as_planned(case: Case) -> list[Counted]:
+    """Runs a case; what every rank hands to the communicator is what its plan says."""
+    plan, counted = case.plan(), count_in_memory(case)
+    sizes = {"head_dim": case.head_dim, "value_dim": case.value_dim, "itemsize": case.dtype.itemsize}
+    for cp_rank, found in enumerate(counted):
+        assert found.forward == plan.bytes_moved(cp_rank, **sizes)
+        assert found.backward == plan.bytes_moved(cp_rank, **sizes, direction="backward")
+        assert found.after.remote_blocks == found.after.remote_bytes == 0
+    return counted
 
 
 def groups_in_memory(world: InMemoryWorld, grid: RankGrid, rank: int) -> Groups:

@@ -35,7 +35,7 @@ def tiny_llama(seed: int = 0, attention: str = ATTENTION_NAME, **changes: object
 
 
 def llama_plan(doc_ends: list[int], ring: int, ulysses: int = 1) -> AttentionPlan:
-    return AttentionPlan.build(doc_ends, RankGrid(1, ring, ulysses), num_heads=4, num_kv_heads=2)
+    return AttentionPlan.build(doc_ends, RankGrid(1, ring, ulysses), num_heads=4, num_kv_heads=2, layout="zigzag")
 
 
 def token_ids(doc_ends: list[int]) -> torch.Tensor:

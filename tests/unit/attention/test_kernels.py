@@ -113,6 +113,19 @@ def test_bands_and_rows_of_several_slices(kernel: Kernel) -> None:
         assert _error(x, grad) < 1e-6
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("lower", [-9, -8])
+@pytest.mark.parametrize("num_k", [9, 10, 12])
+def test_band_that_is_causal_towards_its_last_key(kernel: Kernel, lower: int, num_k: int) -> None:
+    slices = (Slice(2, 11, 1, 1 + num_k, MaskKind.BAND, lower, num_k - 9),)
+    q, k, v, dout = _tensors(4, 2, 8, 6, torch.float32)
+    ref, grads = _autograd(q, k, v, dout, visible_in(slices, 12, 13, q.device), 0.3)
+    out, lse = kernel.forward(q, k, v, slices, 0.3)
+    assert _error(out, ref) < 1e-6
+    for x, grad in zip(kernel.backward(dout, q, k, v, out, lse, slices, 0.3), grads, strict=True):
+        assert _error(x, grad) < 1e-6
+
+
 def test_band_over_several_strips() -> None:
     generator = torch.Generator().manual_seed(8)
     q, k, v, dout = (torch.randn(600, 2, 8, generator=generator) for _ in range(4))

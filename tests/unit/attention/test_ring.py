@@ -14,7 +14,15 @@ from raycp.attention.function import PlannedAttention
 from raycp.attention.kernels import CpuFlashKernel, ReferenceKernel
 from raycp.errors import PlanError, WorkerError
 from raycp.plan import AttentionPlan, RankGrid, Slice
-from tests.unit.attention.cases import TOLERANCE, Case, errors, random_case, run_in_memory, run_rank
+from tests.unit.attention.cases import (
+    TOLERANCE,
+    Case,
+    assert_bytes_as_planned,
+    errors,
+    random_case,
+    run_in_memory,
+    run_rank,
+)
 
 LONG = Case(lengths=(1, 90, 1, 1, 33, 7), ring=3)
 
@@ -108,23 +116,9 @@ def test_bits_do_not_depend_on_when_messages_arrive() -> None:
 
 
 def test_two_remote_blocks_at_most_and_bytes_as_planned() -> None:
-    case = Case((1, 90, 33, 1), 5)
-    plan = case.plan()
-
-    def rank(communicator: Communicator) -> tuple[int, int, int, int]:
-        q, k, v, dout = (x[torch.from_numpy(plan.token_index(communicator.rank))] for x in case.tensors())
-        stats = AttentionStats()
-        call = AttentionCall(plan.program(communicator.rank), ring, communicator, CpuFlashKernel(), 0.3, stats=stats)
-        out = PlannedAttention.apply(q.requires_grad_(), k, v, call)
-        forward = stats.bytes_sent
-        out.backward(dout)
-        return stats.max_remote_blocks, stats.remote_blocks, forward, stats.bytes_sent - forward
-
-    for cp_rank, (most, left, forward, backward) in enumerate(InMemoryWorld(5).run(rank)):
-        assert most == 2
-        assert left == 0
-        assert forward == plan.bytes_moved(cp_rank, head_dim=8, itemsize=4)
-        assert backward == plan.bytes_moved(cp_rank, head_dim=8, itemsize=4, direction="backward")
+    for counted in assert_bytes_as_planned(Case((1, 90, 33, 1), 5)):
+        assert counted.after.max_remote_blocks == 2
+        assert counted.between.remote_blocks == 0
 
 
 def test_holding_on_to_blocks_shows_in_the_counter() -> None:

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from raycp.attention import InMemoryWorld
-from raycp.attention.api import make_call, run_call
-from raycp.attention.call import AttentionStats
 from raycp.attention.kernels import CpuFlashKernel, ReferenceKernel, UnevenHeads, for_groups
 from raycp.attention.ulysses import HeadExchange
 from raycp.plan import AttentionPlan, MaskKind, Range, Slice, head_shares
-from tests.unit.attention.cases import TOLERANCE, Case, errors, groups_in_memory, random_case, run_in_memory
+from tests.unit.attention.cases import TOLERANCE, Case, assert_bytes_as_planned, errors, random_case, run_in_memory
 
 GRIDS = [(1, 2), (1, 3), (1, 4), (2, 2), (3, 2), (2, 3)]
 
@@ -51,25 +49,7 @@ def test_more_kinds_of_numbers() -> None:
 
 
 def test_bytes_are_as_planned() -> None:
-    case = Case((1, 90, 33, 1), 2, 9, 3, 8, 12, ulysses=3)
-    plan = case.plan()
-    world = InMemoryWorld(6)
-
-    def rank(whole: Any) -> tuple[int, int]:
-        groups = groups_in_memory(world, plan.grid, whole.rank)
-        q, k, v, dout = (x[torch.from_numpy(plan.token_index(whole.rank))] for x in case.tensors())
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        stats = AttentionStats()
-        call = replace(make_call(*leaves, plan=plan, groups=groups, scale=None, kernel=None), stats=stats)
-        out = run_call(*leaves, plan=plan, groups=groups, call=call)
-        forward = stats.bytes_sent
-        out.backward(dout)
-        return forward, stats.bytes_sent - forward
-
-    for cp_rank, (forward, backward) in enumerate(world.run(rank)):
-        sizes = {"head_dim": 8, "value_dim": 12, "itemsize": 4}
-        assert forward == plan.bytes_moved(cp_rank, **sizes)
-        assert backward == plan.bytes_moved(cp_rank, **sizes, direction="backward")
+    assert_bytes_as_planned(Case((1, 90, 33, 1), 2, 9, 3, 8, 12, ulysses=3))
 
 
 def test_exchange_and_its_adjoint() -> None:
