@@ -2,10 +2,13 @@
 
 Guarantees: a model is refused by name and reason before any process starts, never trained inexactly. The list holds
 model types whose packed isolation was tested through the whole model (tests/multiproc/test_training_families.py):
-some types change attention without telling the attention function, so an unknown type is refused, not tried.
-Imports neither torch nor transformers.
+some types change attention without telling the attention function, so an unknown type is refused, not tried, with the
+reason where it is known (ALiBi, layers without softmax, latent or compressed attention, dropout). A K/V cache cannot be
+asked for: `raycp.training.model` always passes `use_cache=False`, whatever the configuration says; a mask tensor is
+refused in `raycp.attention.register`. Imports neither torch nor transformers.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raycp.config import ParallelConfig
@@ -16,6 +19,41 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("arcee", "granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3", "starcoder2")
 """Model types that are trained: plain softmax attention in every layer, through the attention interface."""
+
+_SOFTMAX_LAYERS = ("full_attention", "sliding_attention")
+_NO_SOFTMAX = (
+    "mamba",
+    "rwkv",
+    "xlstm",
+    "jamba",
+    "zamba",
+    "recurrent_gemma",
+    "lfm",
+    "nemotron_h",
+    "falcon_h1",
+    "retnet",
+)
+_ALIBI = ("bloom", "mpt")
+_COMPRESSED = ("deepseek_v4", "deepseek_v32")
+_REASONS: Mapping[str, tuple[str, str]] = {
+    "alibi": (
+        "ALiBi adds a bias to every score, which attention kernels here do not take",
+        "use a model with rotary positions (model type {supported})",
+    ),
+    "no_softmax": (
+        "layers without softmax attention carry a state from token to token, which a shard does not have",
+        "use a model whose layers are all softmax attention (model type {supported})",
+    ),
+    "compressed": (
+        "compressed or indexed attention (DeepSeek-V3.2, V4) picks keys by content, which no plan knows",
+        "use a model with plain or grouped heads (model type {supported})",
+    ),
+    "latent": (
+        "multi-head latent attention (MLA) is not available in this version",
+        "use a model with plain or grouped heads (model type {supported})",
+    ),
+}
+"""Why a model is refused, and what to use instead."""
 
 _SCALED_ROPE = ("linear", "llama3", "yarn")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -30,6 +68,10 @@ def check_model(config: "PretrainedConfig", longest_document: int, parallel: Par
         parallel: how the run is spread.
     """
     kind = str(config.model_type)
+    why = _structure(config)
+    if why is not None:
+        reason, fix = _REASONS[why[0]]
+        return [Problem(f"model type {kind!r} ({why[1]}): {reason}", fix.format(supported=", ".join(SUPPORTED)))]
     if kind not in SUPPORTED:
         return [
             Problem(
@@ -76,6 +118,26 @@ def check_model(config: "PretrainedConfig", longest_document: int, parallel: Par
             Problem(f"parallel.ulysses={parallel.ulysses} and the model has {heads} query heads", f"at most {heads}")
         )
     return found
+
+
+def _structure(config: "PretrainedConfig") -> tuple[str, str] | None:
+    """A reason of `_REASONS` and what showed it, or None."""
+    kind = str(config.model_type)
+    kinds = {str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()}
+    odd = sorted(kinds - {*_SOFTMAX_LAYERS, "attention"})
+    if kind.startswith(_COMPRESSED):
+        return "compressed", f"layers: {', '.join(odd)}" if odd else "by its type"
+    if getattr(config, "kv_lora_rank", None):
+        return "latent", f"kv_lora_rank={config.kv_lora_rank}"
+    if odd:
+        return "no_softmax", f"layers: {', '.join(odd)}"
+    if any(name in kind for name in _NO_SOFTMAX):
+        return "no_softmax", "by its type"
+    if str(getattr(config, "position_embedding_type", "")).lower() == "alibi":
+        return "alibi", "position_embedding_type='alibi'"
+    if getattr(config, "alibi", False) or kind in _ALIBI:
+        return "alibi", "alibi=True" if getattr(config, "alibi", False) else "by its type"
+    return None
 
 
 def positions_limit(config: "PretrainedConfig") -> int:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from raycp.config import ParallelConfig
 from raycp.errors import ModelError
@@ -99,6 +99,34 @@ def test_a_model_type_off_the_list_is_refused_by_name():
         model_type = "llama4_text"
 
     assert "'llama4_text'" in messages(Odd())[0]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "said"),
+    [
+        ("bloom", {}, "ALiBi"),
+        ("mpt", {}, "ALiBi"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("llama", {"position_embedding_type": "alibi"}, "ALiBi"),
+        ("mamba", {}, "without softmax"),
+        ("recurrent_gemma", {}, "without softmax"),
+        ("llama", {"layer_types": ["full_attention", "linear_attention"]}, "layers: linear_attention"),
+        ("deepseek_v3", {}, "MLA"),
+        ("deepseek_v4", {}, "DeepSeek-V3.2, V4"),
+        ("minicpm3", {"kv_lora_rank": 256}, "kv_lora_rank=256"),
+    ],
+)
+def test_what_raycp_cannot_compute_is_refused_with_its_reason(model_type, fields, said):
+    try:
+        config = CONFIG_MAPPING[model_type]()
+    except KeyError:
+        pytest.skip(f"this transformers has no {model_type}")
+    for name, value in fields.items():
+        setattr(config, name, value)
+    (problem,) = check_model(config, 100, ParallelConfig())
+    assert repr(model_type) in problem.message
+    assert said in problem.message
+    assert "llama" in problem.fix
 
 
 def test_every_problem_is_reported_with_its_numbers():
