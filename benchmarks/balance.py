@@ -71,7 +71,9 @@ def run(report: Report, *, packs: int, num_tokens: int, ranks: int) -> None:
     report.at_most("K/V rows of a full ring's, mean", single.rows, 0.75)
 
 
-def run_times(report: Report, *, repeats: int, num_tokens: int, ranks: int, assign_bar: float, build_bar: float) -> None:
+def run_times(
+    report: Report, *, repeats: int, num_tokens: int, ranks: int, assign_bar: float, build_bar: float
+) -> None:
     """Seconds of planning, one pack: the assignment, and all that one rank does before it can start."""
     doc_ends = corpus_pack(num_tokens, 0, cap=num_tokens // 4 if ranks <= 8 else 32_768)
     print(f"planning of {len(doc_ends)} documents in {num_tokens} tokens, {ranks} ranks, median of {repeats}:")

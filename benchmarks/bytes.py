@@ -68,7 +68,9 @@ def traffic_of(plan: AttentionPlan) -> Traffic:
         rank, meter = whole.rank, Meter()
         groups = meter.on(groups_in_memory(world, plan.grid, rank))
         tokens = plan.num_tokens(rank)
-        q, k, v = (torch.randn(tokens, n, HEAD_DIM, requires_grad=True) for n in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+        q, k, v = (
+            torch.randn(tokens, n, HEAD_DIM, requires_grad=True) for n in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+        )
         call = make_call(q, k, v, plan=plan, groups=groups, scale=None, kernel=None)
         out = run_call(q, k, v, plan=plan, groups=groups, call=call)
         forward = meter.sent
@@ -142,7 +144,7 @@ def run_bound(report: Report, *, num_tokens: int, packs: int) -> None:
 
 def run_caches(*, num_tokens: int) -> None:
     """What backward moves, and what is held, under each cache policy."""
-    print(f"K/V caches of a ring of 4, zigzag, one document of {num_tokens} tokens; KiB of all ranks, held by one rank:")
+    print(f"K/V caches of a ring of 4, zigzag, one document of {num_tokens} tokens; KiB of all ranks, held by one:")
     rows = []
     for kv_cache in ("none", "half", "full"):
         plan = plan_of([num_tokens], "ring", RankGrid(1, 4), layout="zigzag", kv_cache=kv_cache)

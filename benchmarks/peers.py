@@ -95,9 +95,11 @@ def deepspeed_ulysses(
     if importlib.util.find_spec("deepspeed") is None:
         return None
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed.comm
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     attention = UlyssesSPAttentionHF(
         attn=sdpa_attention_forward,
         batch_size=1,
@@ -139,7 +141,7 @@ def one_process_by_document(doc_ends: tuple[int, ...]) -> Attention:
 def bare_kernels(plan: AttentionPlan, cp_rank: int, head_dim: int) -> Callable[[], None]:
     """The kernel calls of one rank's plan, forward and backward, on tensors that are there: nothing moves or is merged.
 
-    Every block is a tensor of its own with as many rows as would have arrived. This is the floor: what is computed, at
+    For rings without a sliding window. Every block is a tensor of its own with as many rows as would have arrived. This is the floor: what is computed, at
     the speed of PyTorch's kernel called slice by slice.
     """
     program = plan.program(cp_rank)
@@ -155,6 +157,8 @@ def bare_kernels(plan: AttentionPlan, cp_rank: int, head_dim: int) -> Callable[[
         kept = []
         for step, (k, v) in zip(program.steps, blocks, strict=True):
             for s in step.slices:
+                if s.kind is MaskKind.DIAGONAL:
+                    continue
                 rows, cols = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
                 causal = s.kind is not MaskKind.FULL
                 tensors = q[:, :, rows], k[:, :, cols], v[:, :, cols]

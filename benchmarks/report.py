@@ -66,8 +66,8 @@ def machine() -> str:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    load = os.getloadavg()[0]
-    return f"{cores} cores of {_processor()}, load {load:.1f}; Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{cores} cores of {_processor()}, load {os.getloadavg()[0]:.1f}; {versions}"
 
 
 def _processor() -> str:
