@@ -13,7 +13,7 @@ Legend: t rows of the rank, H query heads, K key/value heads, D head dim, Dv val
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -21,7 +21,7 @@ from raycp.attention.api import make_call, run_call
 from raycp.attention.call import AttentionStats, Tensors
 from raycp.attention.groups import Groups
 from raycp.attention.kernels import Kernel
-from raycp.errors import ModelError
+from raycp.errors import ModelError, PlanError
 from raycp.plan import AttentionPlan
 
 ATTENTION_NAME = "raycp"
@@ -48,7 +48,8 @@ class Carrier:
     what is kept here.
 
     Args:
-        plan: of the pack.
+        plan: of the pack; for a model whose layers differ, a plan by kind of layer, such as
+            `{"full_attention": ..., "sliding_attention": ...}` (see `raycp.plan.plans_by_kind`).
         groups: of this rank.
         keep: hold output and log-sum-exp of each layer, so that activation checkpointing recomputes no attention. Costs
             t x H x (Dv + 1) numbers a layer until backward, or until the carrier goes: leave it off in evaluation.
@@ -59,19 +60,24 @@ class Carrier:
         kept: {layer: (out [t, H, Dv], log-sum-exp [t, H], cached K/V blocks)}, emptied by recomputation.
         calls: {layer: number of attention calls, recomputations included}.
         stats: counts of kernel calls, blocks and bytes.
+
+    Raises:
+        PlanError: the plans do not hold the same tokens.
     """
 
     __slots__ = ("calls", "groups", "keep", "kept", "kernel", "on_layer", "plan", "stats")
 
     def __init__(
         self,
-        plan: AttentionPlan,
+        plan: AttentionPlan | Mapping[str, AttentionPlan],
         groups: Groups,
         *,
         keep: bool = False,
         on_layer: Callable[[int, int], None] | None = None,
         kernel: Kernel | None = None,
     ) -> None:
+        if not isinstance(plan, AttentionPlan):
+            _check_same_tokens(plan)
         self.plan = plan
         self.groups = groups
         self.keep = keep
@@ -81,11 +87,30 @@ class Carrier:
         self.calls: dict[int, int] = {}
         self.stats = AttentionStats()
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of one layer: q [t, H, D], k [t, K, D], v [t, K, Dv] -> [t, H, Dv].
+    def plan_of(self, layer: int, kind: str) -> AttentionPlan:
+        """The plan of a layer.
 
         Raises:
-            ModelError: a second forward pass with this carrier.
+            ModelError: no plan is for layers of this kind.
+        """
+        if isinstance(self.plan, AttentionPlan):
+            return self.plan
+        if kind not in self.plan:
+            raise ModelError(
+                f"layer {layer} is of kind {kind!r}, but there are plans for {sorted(self.plan)} only",
+                fix="build the plans with plans_by_kind(windows, config.layer_types, ...)",
+            )
+        return self.plan[kind]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, kind: str = ""
+    ) -> torch.Tensor:
+        """Attention of one layer: q [t, H, D], k [t, K, D], v [t, K, Dv] -> [t, H, Dv].
+
+        `kind` is that of the layer; it matters only if there are plans by kind.
+
+        Raises:
+            ModelError: a second forward pass with this carrier, or no plan for this kind of layer.
             PlanError: shapes do not fit the plan.
         """
         recomputing = torch._C._current_graph_task_id() != -1
@@ -96,7 +121,8 @@ class Carrier:
                 "be trained",
             )
         self.calls[layer] = self.calls.get(layer, 0) + 1
-        call = make_call(q, k, v, plan=self.plan, groups=self.groups, scale=scale, kernel=self.kernel)
+        plan = self.plan_of(layer, kind)
+        call = make_call(q, k, v, plan=plan, groups=self.groups, scale=scale, kernel=self.kernel)
         on_layer = self.on_layer
         call = dataclasses.replace(
             call,
@@ -106,7 +132,7 @@ class Carrier:
             recall=(lambda: self.kept.pop(layer, None)) if recomputing else None,
             keep=(lambda tensors: self.kept.__setitem__(layer, tensors)) if self.keep and not recomputing else None,
         )
-        return run_call(q, k, v, plan=self.plan, groups=self.groups, call=call)
+        return run_call(q, k, v, plan=plan, groups=self.groups, call=call)
 
 
 def register_attention() -> str:
@@ -173,9 +199,28 @@ def attention_forward(
         raise ModelError(
             f"layer {layer} got a batch of {query.shape[0]} rows", fix="pack documents into one row of shape [1, t]"
         )
-    _check_options(layer, module, cp_plan.plan, options)
+    kind = _kind(layer, module, options)
+    _check_options(layer, module, cp_plan.plan_of(layer, kind), options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return cp_plan.attend(layer, q, k, v, query.shape[-1] ** -0.5 if scaling is None else scaling)[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return cp_plan.attend(layer, q, k, v, scale, kind=kind)[None], None
+
+
+def _kind(layer: int, module: torch.nn.Module, options: Mapping[str, object]) -> str:
+    """The kind of a layer, as the model names it; by its sliding window if the model names none."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if kinds is not None and layer < len(kinds):
+        return str(kinds[layer])
+    return "full_attention" if options.get("sliding_window") is None else "sliding_attention"
+
+
+def _check_same_tokens(plans: Mapping[str, AttentionPlan]) -> None:
+    first = next(iter(plans.values()), None)
+    if first is None or not all(first.holds_same_tokens(plan) for plan in plans.values()):
+        raise PlanError(
+            f"the plans for layers of kinds {sorted(plans)} do not split the pack in the same way",
+            fix="build them together, with raycp.plan.plans_by_kind",
+        )
 
 
 def _check_options(layer: int, module: torch.nn.Module, plan: AttentionPlan, options: dict[str, object]) -> None:

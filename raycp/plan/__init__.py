@@ -18,7 +18,7 @@ is imported); executors in `raycp.attention` obey a plan and decide nothing.
 * `cost`: `CostModel`, figures of a device and its links
 * `estimate`: what a layout costs, without its programs
 * `choose`: layout, algorithm and grid where they were left on "auto"
-* `explain`: a plan in words
+* `explain`, `draw`: a plan in words, and as a picture
 """
 
 from raycp.plan.attention_plan import AttentionPlan
@@ -26,6 +26,7 @@ from raycp.plan.choose import GridChoice, choose_grid, ring_warning
 from raycp.plan.cost import CostModel
 from raycp.plan.grid import RankGrid
 from raycp.plan.heads import HeadShare, head_shares
+from raycp.plan.kinds import plans_by_kind
 from raycp.plan.program import RankProgram, Step, Transfer
 from raycp.plan.ranges import MaskKind, Range, Slice
 
@@ -43,5 +44,6 @@ __all__ = [
     "Transfer",
     "choose_grid",
     "head_shares",
+    "plans_by_kind",
     "ring_warning",
 ]

@@ -126,8 +126,10 @@ class _EmptyShard(Carrier):
         super().__init__(inner.plan, inner.groups)
         self._inner = inner
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        out = self._inner.attend(layer, q[:0], k[:0], v[:0], scale)
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, kind: str = ""
+    ) -> torch.Tensor:
+        out = self._inner.attend(layer, q[:0], k[:0], v[:0], scale, kind=kind)
         return torch.cat((out, q.new_zeros(1, q.shape[1], v.shape[2])))
 
 
