@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raycp.errors import PlanError
@@ -261,6 +262,21 @@ class AttentionPlan:
 
         choice = self._cache.get("choice", Choice(self.algorithm, self.layout))
         return explain(self, choice, head_dim=head_dim, itemsize=itemsize)
+
+    def draw(self, path: Path | str) -> Path:
+        """Writes a PNG of the pack: mask and who computes it, who holds which tokens, which K/V rows travel.
+
+        Above 1 024 tokens a pixel stands for a bin. The ranks of a Ulysses group are drawn as one.
+
+        Returns:
+            The path.
+
+        Raises:
+            PlanError: matplotlib is not installed, or the pack is empty.
+        """
+        from raycp.plan.draw import draw
+
+        return draw(self, self._shards(), path)
 
     def _shards(self) -> tuple[Shard, ...]:
         if "shards" not in self._cache:
