@@ -209,28 +209,54 @@ def estimate(
 
 def _ring(counts: Counts, grid: RankGrid, cost: CostModel, query: int, kv: int) -> tuple[Floats, Floats, Floats]:
     """Per rank: compute and exposed communication (seconds), most rows of others that are held at once."""
-    size, ranks = grid.ring, np.arange(grid.ring)
+    size = grid.ring
+    inner = size if grid.window == 1 else grid.window
+    ranks = np.arange(size)
     node = ranks * grid.ulysses // cost.ranks_per_node
-    compute, exposed, held, arriving = (np.zeros(size) for _ in range(4))
+    compute, exposed, held, outer_block, arriving = (np.zeros(size) for _ in range(5))
     for backward in (False, True):
-        before = np.zeros(size)
+        done: list[Floats] = []
         for i in range(size):
-            source, target = (ranks - i) % size, (ranks + i) % size
+            source, provider, target, incoming = _step_rows(counts.rows, inner, i)
+            outer_pull = i > 0 and i % inner == 0
             if i:
-                incoming, outgoing = counts.rows[ranks, source], counts.rows[target, ranks]
-                num_bytes, factor = _moved(cost, kv, incoming, outgoing, backward), 2 if backward else 1
-                bandwidth = np.where(node != node[source], cost.inter_bandwidth, cost.bandwidth)
-                link = 2 * factor * (incoming + outgoing > 0) * cost.latency + num_bytes / bandwidth
-                exposed += np.maximum(link - before, 0)
+                num_bytes = _moved(cost, kv, incoming, incoming[target], backward)
+                bandwidth = np.where(node != node[provider], cost.inter_bandwidth, cost.bandwidth)
+                latency = (4 if backward else 2) * cost.latency * (incoming + incoming[target] > 0)
+                hidden = sum(done[-inner:], np.zeros(size)) if outer_pull else done[-1]
+                exposed += np.maximum(latency + num_bytes / bandwidth - hidden, 0)
                 held, arriving = np.maximum(held, incoming + arriving), incoming
+            if outer_pull:
+                outer_block = np.maximum(outer_block, incoming)
             calls = counts.calls[ranks, source]
-            before = cost.compute_seconds(
+            seconds = cost.compute_seconds(
                 (counts.entries[ranks, source] + (0 if i else counts.masked)) * query,
                 np.minimum(calls, 1) if cost.one_call else calls,
                 backward=backward,
             )
-            compute += before
-    return compute, exposed, held
+            compute += seconds
+            done.append(seconds)
+    return compute, exposed, held + outer_block
+
+
+def _step_rows(rows: Floats, inner: int, step: int) -> tuple[Ints, Ints, Ints, Floats]:
+    """Of each rank in a step of a ring of windows of `inner` ranks, as `raycp.plan.ring` has them.
+
+    Returns:
+        Whose rows are used, who sends them, to whom the rank sends, and how many rows arrive (for blocks that are
+        passed on inside a window: at least so many).
+    """
+    size, ranks = len(rows), np.arange(len(rows))
+    outer, s = divmod(step, inner)
+    home, place = ranks - ranks % inner, ranks % inner
+    source = (home - outer * inner) % size + (place - s) % inner
+    if outer == 0:
+        return source, source, home + (place + s) % inner, rows[ranks, source] * (step > 0)
+    later = [rows[home + (source % inner + n) % inner, source] for n in range(s, inner)]
+    incoming = np.max(later, axis=0)
+    if s == 0:
+        return source, source, (home + outer * inner) % size + place, incoming
+    return source, home + (place - 1) % inner, home + (place + 1) % inner, incoming
 
 
 def _allgather(counts: Counts, grid: RankGrid, cost: CostModel, query: int, kv: int) -> tuple[Floats, Floats, Floats]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycp.plan import AttentionPlan, CostModel, RankGrid
-from raycp.plan.estimate import Counts, Estimate, count, estimate
+from raycp.plan import AttentionPlan, CostModel, RankGrid, choose_grid
+from raycp.plan.estimate import Counts, Estimate, _step_rows, count, estimate
 from raycp.plan.layout import LAYOUTS, make_shards
 
 COST = CostModel()
@@ -147,6 +147,33 @@ def test_traffic_between_nodes_goes_over_the_slower_link() -> None:
     assert one_document(slow, RankGrid(1, 4), length=4096).exposed < 1
     assert one_document(slow, RankGrid(1, 8), length=4096).exposed > 1
     assert one_document(slow, RankGrid(1, 1, 4), length=4096).exposed < 1
+
+
+def test_a_double_ring_crosses_nodes_less_often() -> None:
+    """8 ranks on nodes of 2: every rank's blocks cross, in a single ring; in windows of 2, one pull in two."""
+    slow = replace(COST, ranks_per_node=2, inter_bandwidth=1e6)
+    single, double = one_document(slow, RankGrid(1, 8)), one_document(slow, RankGrid(1, 8, 1, 2))
+    assert 0 < double.exposed < 0.75 * single.exposed
+    assert double.compute == pytest.approx(single.compute)
+    assert double.block_bytes > single.block_bytes
+    assert choose_grid(8, 4, 4, 65_536, slow, algorithm="ring", window=None).grid.window == 2
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_ring_meets_every_owner_once(window: int) -> None:
+    """Whose rows a step uses, who sends them and to whom, as in the programs of the plan."""
+    plan = AttentionPlan.build(
+        [600], RankGrid(1, 6, 1, window), num_heads=4, num_kv_heads=2, layout="zigzag", algorithm="ring"
+    )
+    counts = counts_of(plan)
+    for i in range(1, 6):
+        source, provider, target, incoming = _step_rows(counts.rows, 6 if window == 1 else window, i)
+        for rank in range(6):
+            step = plan.program(rank).steps[i]
+            assert [t.peer for t in step.receives] == [provider[rank]]
+            assert [t.peer for t in step.sends] == [target[rank]]
+            assert step.num_rows == pytest.approx(incoming[rank], rel=0.5)
+            assert sum(s.area for s in step.slices) == counts.entries[rank, source[rank]]
 
 
 def test_memory_of_a_zigzag_ring() -> None:
