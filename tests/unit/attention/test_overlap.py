@@ -1,0 +1,112 @@
+"""Communication hides behind compute: messages that take less than a block's compute cost next to nothing.
+
+Kernels here take a fixed time whatever the machine does, and messages take a fixed time from when they are posted, so
+the ratio is that of the schedule.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from raycp.attention import InMemoryWorld
+from raycp.attention.communicator import Communicator, Handle, Message
+from raycp.attention.kernels import CpuFlashKernel
+from tests.unit.attention.cases import Case, run_in_memory
+
+FORWARD, BACKWARD = 0.02, 0.05
+"""Seconds of a block; backward has 2.5 times the products."""
+LATENCY = 0.016
+CASE = Case((240,), 8, layout="zigzag")
+
+
+class _Timed(CpuFlashKernel):
+    """A kernel that takes a fixed time for each head of a block, beside computing it."""
+
+    def __init__(self, heads: int = 4) -> None:
+        self.heads = heads
+
+    def forward(self, q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._take(FORWARD * q.shape[1] / self.heads, lambda: super(_Timed, self).forward(q, *rest))
+
+    def backward(self, dout: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._take(BACKWARD * dout.shape[1] / self.heads, lambda: super(_Timed, self).backward(dout, *rest))
+
+    def _take(self, seconds: float, compute: Callable[[], Any]) -> Any:
+        end = time.monotonic() + seconds
+        result = compute()
+        time.sleep(max(0.0, end - time.monotonic()))
+        return result
+
+
+class _Blocking:
+    """Planted fault: an exchange is over before the computation that should hide it begins."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
+        handle = self.inner.post(sends, receives)
+        handle.wait()
+        return handle
+
+
+def _seconds(case: Case, latency: float, **how: Any) -> float:
+    start = time.perf_counter()
+    run_in_memory(case, world=InMemoryWorld(case.ring, latency=latency), kernel=_Timed(case.num_heads), **how)
+    return time.perf_counter() - start
+
+
+def _growth(case: Case, **how: Any) -> float:
+    """Time with latency over time without: interleaved, the least of three each."""
+    rounds = [(_seconds(case, LATENCY, **how), _seconds(case, 0.0)) for _ in range(3)]
+    return min(slow for slow, _ in rounds) / min(fast for _, fast in rounds)
+
+
+@pytest.mark.parametrize("inner", [1, 4])
+def test_ring_hides_messages_that_take_less_than_a_block(inner: int) -> None:
+    assert _growth(replace(CASE, inner=inner)) <= 1.05
+
+
+def test_exchange_that_waits_shows() -> None:
+    assert _growth(CASE, wrap=_Blocking) > 1.2
+
+
+def test_outer_blocks_of_a_double_ring_have_a_window_of_time() -> None:
+    """Messages between windows may take as long as three blocks; in a single ring they may not."""
+
+    class Far:
+        def __init__(self, inner: Communicator) -> None:
+            self.inner, self.rank, self.size = inner, inner.rank, inner.size
+
+        def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
+            handle = self.inner.post(sends, receives)
+            away = any(m.peer // 4 != self.rank // 4 for m in receives)
+            return _Later(handle, time.monotonic() + 3 * FORWARD * away)
+
+    times = {inner: min(_seconds(replace(CASE, inner=inner), 0.0, wrap=Far) for _ in range(2)) for inner in (1, 4)}
+    plain = min(_seconds(CASE, 0.0) for _ in range(2))
+    assert times[1] > 1.15 * plain
+    assert times[4] < 1.15 * plain
+
+
+class _Later:
+    def __init__(self, handle: Handle, ready: float) -> None:
+        self.handle, self.ready = handle, ready
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.ready - time.monotonic()))
+        self.handle.wait()
+
+
+def test_gathering_exposes_the_first_group_and_the_last_gradients_only() -> None:
+    """Four groups of heads: without the pipeline, four exchanges forward and eight backward would be exposed."""
+    case = replace(CASE, num_heads=8, num_kv_heads=4, algorithm="allgather", ring=4)
+    rounds = [(_seconds(case, 0.004), _seconds(case, 0.0)) for _ in range(3)]
+    exposed = min(slow for slow, _ in rounds) - min(fast for _, fast in rounds)
+    assert exposed <= 5 * 0.004
+    waiting = min(_seconds(case, 0.004, wrap=_Blocking) for _ in range(2)) - min(fast for _, fast in rounds)
+    assert waiting >= 10 * 0.004, "planted fault: without overlap it shows"
