@@ -4,7 +4,6 @@ Guarantees: tokens, work, calls and bytes are the plan's own; seconds are the co
 """
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from raycp.plan.choose import Choice
@@ -17,9 +16,9 @@ _MIB = 2**20
 
 
 def rows_held(program: RankProgram) -> int:
-    """Most rows of K and V of other ranks that a rank holds at once: of two steps that follow each other."""
-    rows = [step.num_rows for step in program.steps]
-    return max((a + b for a, b in pairwise(rows)), default=0)
+    """Most rows of K and V of other ranks that a rank holds at once: blocks in use, and blocks that are arriving."""
+    steps = program.steps[1:]
+    return max((sum(s.num_rows for s in steps if s.posted <= now.index <= s.index) for now in program.steps), default=0)
 
 
 def explain(plan: "AttentionPlan", choice: Choice, *, head_dim: int, itemsize: int) -> str:
@@ -38,12 +37,14 @@ def explain(plan: "AttentionPlan", choice: Choice, *, head_dim: int, itemsize: i
         program = plan.program(rank)
         sent = plan.bytes_moved(rank, head_dim=head_dim, itemsize=itemsize)
         messages = sum(len(step.sends) for step in program.steps) + 4 * (grid.ulysses - 1)
+        parts = len(plan.head_groups()) if plan.algorithm == "allgather" else 1
+        held = rows_held(program) * min(2, parts) / parts  # two groups of heads at a time
         row_bytes = len(plan.head_shares()[rank % grid.ulysses].kv) * 2 * head_dim * itemsize
         compute = cost.compute_seconds(float(plan.work(rank)), float(program.num_slices))
         link = cost.link_seconds(sent, messages)
         lines.append(
             f"{rank:>4} {plan.num_tokens(rank):>8} {plan.work(rank):>16} {program.num_slices:>6} "
-            f"{sent / _MIB:>9.1f} {rows_held(program) * row_bytes / _MIB:>9.1f} "
+            f"{sent / _MIB:>9.1f} {held * row_bytes / _MIB:>9.1f} "
             f"{program.rows_received * row_bytes / _MIB:>9.1f} {compute:>10.4f} {link:>10.4f}"
         )
     return "\n".join([*lines, *([choice.reason] if choice.reason else [])])
