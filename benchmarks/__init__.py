@@ -1,4 +1,4 @@
-"""What raycp claims in numbers, each by the command that makes it: `python -m benchmarks.NAME` in the repository's root.
+"""Numbers, each with the command that makes it: `python -m benchmarks.NAME` in the repository's root.
 
 * `balance`: work, tokens and K/V rows of packs; how long planning takes
 * `bytes`: what communicators carry is what plans say, and for all-gather what is needed

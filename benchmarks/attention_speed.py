@@ -150,13 +150,12 @@ def measure(title: str, doc_ends: Sequence[int], rounds: int) -> dict[str, Times
     results = run_ranks(rank_main, RANKS, tuple(doc_ends), rounds, timeout=1500)
     times: dict[str, Times] = results[0][0]
     print(f"\n{title}; {rounds} rounds; milliseconds, and ratio to the bare kernels")
-    bare = times[BARE]
+    floor = (times[BARE].least, times[BARE].median, times[BARE].cpu)
     table(
         ("way", "least", "median", "processor", "least / bare", "median / bare", "processor / bare"),
         [
-            (name, *(x * 1e3 for x in (t.least, t.median, t.cpu)))
-            + (t.least / bare.least, t.median / bare.median, t.cpu / bare.cpu)
-            for name, t in times.items()
+            (name, *(x * 1e3 for x in figures), *(x / y for x, y in zip(figures, floor, strict=True)))
+            for name, figures in ((name, (t.least, t.median, t.cpu)) for name, t in times.items())
         ],
     )
     for rank, (_, splits) in enumerate(results):

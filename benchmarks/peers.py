@@ -141,8 +141,8 @@ def one_process_by_document(doc_ends: tuple[int, ...]) -> Attention:
 def bare_kernels(plan: AttentionPlan, cp_rank: int, head_dim: int) -> Callable[[], None]:
     """The kernel calls of one rank's plan, forward and backward, on tensors that are there: nothing moves or is merged.
 
-    For rings without a sliding window. Every block is a tensor of its own with as many rows as would have arrived. This is the floor: what is computed, at
-    the speed of PyTorch's kernel called slice by slice.
+    For rings without a sliding window. Every block is a tensor of its own with as many rows as would have arrived. This
+    is the floor: what is computed, at the speed of PyTorch's kernel called slice by slice.
     """
     program = plan.program(cp_rank)
     heads, kv_heads = plan.num_heads, plan.num_kv_heads
