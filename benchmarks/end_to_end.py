@@ -7,6 +7,7 @@ after the first, peak memory is the resident set of the fuller rank, whole and a
 loss must agree. DeepSpeed is left out where it is not installed.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -127,14 +128,14 @@ def ours(job: Job, rank: int) -> Step:
 def deepspeed(job: Job, rank: int) -> Step:
     """Collective: DeepSpeed's recipe for Ulysses with a Hugging Face model; contiguous slices, its own loss."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
-    import deepspeed as ds
     import torch.distributed.nn.functional as differentiable
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers import AutoModelForCausalLM
 
+    ds = importlib.import_module("deepspeed")
+    ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
     ds.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     model = AutoModelForCausalLM.from_pretrained(job.folder, attn_implementation="sdpa", dtype=torch.float32)
-    mpu = UlyssesSPAttentionHF.register_with_transformers(
+    mpu = ulysses.UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation="sdpa",
         sequence_parallel_size=RANKS,
@@ -165,7 +166,7 @@ def deepspeed(job: Job, rank: int) -> Step:
         loss = engine.module.loss_function(
             logits=logits, labels=None, shift_labels=targets, vocab_size=engine.module.config.vocab_size
         )
-        whole = sum(differentiable.all_gather(loss * share))
+        whole = sum(differentiable.all_gather(loss * share))  # type: ignore[no-untyped-call]
         engine.backward(whole)
         engine.step()
         return float((loss * share).detach())

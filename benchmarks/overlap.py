@@ -107,7 +107,7 @@ def step_seconds(plan: AttentionPlan, make_kernel: Callable[[], Kernel], delay: 
         middle = time.perf_counter()
         gate.wait()
         again = time.perf_counter()
-        out.backward(torch.ones_like(out))
+        torch.autograd.backward(out, torch.ones_like(out))
         return middle - began, time.perf_counter() - again
 
     gate = threading.Barrier(plan.grid.cp)

@@ -8,6 +8,7 @@ see each other, which is wrong, and what they offer on a CPU.
 Legend: t rows of a rank, T of the whole row, H query heads, K key/value heads, D head dim.
 """
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -95,12 +96,12 @@ def deepspeed_ulysses(
     if importlib.util.find_spec("deepspeed") is None:
         return None
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed.comm
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    deepspeed = importlib.import_module("deepspeed")
+    ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
     deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    attention = UlyssesSPAttentionHF(
+    attention = ulysses.UlyssesSPAttentionHF(
         attn=sdpa_attention_forward,
         batch_size=1,
         attn_head_count=num_heads,
