@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader
+from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader
 
 from raycp.errors import ClusterError, Problem
 
