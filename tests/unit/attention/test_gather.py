@@ -31,7 +31,7 @@ def test_random_packs_agree_with_the_oracle(block: int) -> None:
         assert max(found.values()) <= TOLERANCE, (case, found)
 
 
-@pytest.mark.parametrize("ring", [1, 2, 3, 5])
+@pytest.mark.parametrize("ring", [2, 5])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
 @pytest.mark.parametrize("options", [{}, {"mask": "full"}, {"window": 1}, {"window": 17}, {"window": 60}])
 def test_masks_and_layouts(ring: int, layout: str, options: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def _worst(case: Case, **how: Any) -> float:
     return max(errors(case, run_in_memory(case, **how)).values())
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", range(4))
 def test_random_packs_agree_with_the_oracle(block: int) -> None:
     rng = random.Random(block)
     for _ in range(50):
@@ -40,7 +40,7 @@ def test_random_packs_agree_with_the_oracle(block: int) -> None:
         assert max(found.values()) <= TOLERANCE, (case, found)
 
 
-@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ring", [2, 3])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (5, 1)])
