@@ -9,6 +9,7 @@ start, under 1 s to connect.
 import contextlib
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader
 
 from raycp.errors import ClusterError, Problem
@@ -68,7 +69,7 @@ def in_ray_job(environ: Mapping[str, str] = os.environ) -> bool:
 
 def will_use_existing_cluster(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether `connect` will use a running cluster rather than start a local one."""
-    return ray.is_initialized() or in_ray_job(environ) or bool(environ.get("RAY_ADDRESS"))
+    return ray.is_initialized() or in_ray_job(environ) or environ.get("RAY_ADDRESS", "") not in ("", "local")
 
 
 def connect(*, workers: int | None) -> ClusterHandle:
@@ -78,33 +79,65 @@ def connect(*, workers: int | None) -> ClusterHandle:
         workers: ranks of the run; a local Ray offers at least so many CPUs, so that more ranks than cores can run.
 
     Raises:
-        ClusterError: RAY_ADDRESS (or the job's cluster) does not answer.
+        ClusterError: RAY_ADDRESS (or the job's cluster) does not answer, or is of Ray Client; no local Ray starts.
     """
     if ray.is_initialized():
+        if ray.util.client.ray.is_connected():
+            raise _no_client("the connection in use")
         return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if will_use_existing_cluster():
         address = os.environ.get("RAY_ADDRESS", "auto")
+        if address.startswith("ray://"):
+            raise _no_client(f"RAY_ADDRESS={address!r}")
         try:
+            _knock(address)
             ray.init(address=address, runtime_env=_shipping_environment(), **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise ClusterError(
                 f"no Ray cluster answers at {address!r}: {error}",
                 fix="start one with `ray start --head`, or unset RAY_ADDRESS to let raycp start a local one",
             ) from error
         return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
     cpus = max(os.cpu_count() or 1, workers or 1)
-    before = _token_in_memory()
-    with _loopback_allowed():
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            _node_ip_address=_LOOPBACK,
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_import_roots())}},
-            **quiet,
-        )
-    return ClusterHandle(started_here=True, in_job=False, driver_address=_LOOPBACK, environment_before=before)
+    handle = ClusterHandle(
+        started_here=True, in_job=False, driver_address=_LOOPBACK, environment_before=_token_in_memory()
+    )
+    try:
+        with _loopback_allowed():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                _node_ip_address=_LOOPBACK,
+                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_import_roots())}},
+                **quiet,
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        handle.close()
+        raise ClusterError(
+            f"no local Ray starts: {error}",
+            fix="set RAY_TMPDIR to a short folder on a local disk with free space, such as /tmp, and try again",
+        ) from error
+    return handle
+
+
+def _knock(address: str) -> None:
+    """One TCP connection to the head: without it, Ray asks an address where nobody listens for minutes.
+
+    Raises:
+        OSError: nobody listens there, or there is no cluster to be found.
+        ValueError: not an address.
+    """
+    host, _, port = str(services.canonicalize_bootstrap_address(address)).rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
+
+
+def _no_client(what: str) -> ClusterError:
+    return ClusterError(
+        f"{what} is of Ray Client, behind which the workers cannot reach this process",
+        fix="run on a machine of the cluster: `ray job submit --working-dir . -- python ...`",
+    )
 
 
 def live_nodes() -> list[NodeInfo]:

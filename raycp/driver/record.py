@@ -168,7 +168,7 @@ def single_driver(folder: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file by rename, on disk (fsync) when this returns."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f"{path.name}.tmp")  # one driver at a time writes here
     with aside.open("w") as file:
         json.dump(value, file, indent=2, sort_keys=False)
         file.write("\n")

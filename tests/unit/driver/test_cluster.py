@@ -1,11 +1,13 @@
 """What the driver decides before it talks to Ray."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raycp.driver.cluster import in_ray_job, resolve_output_dir, will_use_existing_cluster
+from raycp.driver.cluster import connect, in_ray_job, resolve_output_dir, will_use_existing_cluster
+from raycp.errors import ClusterError
 
 JOB = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
 
@@ -46,5 +48,37 @@ def test_which_cluster_is_used() -> None:
     assert not will_use_existing_cluster({})
     assert will_use_existing_cluster(JOB)
     assert will_use_existing_cluster({"RAY_ADDRESS": "10.0.0.1:6379"})
+    assert not will_use_existing_cluster({"RAY_ADDRESS": "local"})
     assert in_ray_job(JOB)
     assert not in_ray_job({})
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at '127.0.0.1:1'"),
+        ("nonsense", "no Ray cluster answers at 'nonsense'"),
+        ("http://127.0.0.1:8265", "no Ray cluster answers at 'http"),
+        ("ray://127.0.0.1:10001", "is of Ray Client"),
+    ],
+)
+def test_an_address_where_no_cluster_is_says_so_at_once(
+    address: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself asks for minutes, and then ends the process."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=words) as caught:
+        connect(workers=1)
+    assert time.monotonic() - began < 5
+    assert caught.value.fix
+
+
+def test_a_local_ray_that_cannot_start_says_what_to_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    with pytest.raises(ClusterError, match="AF_UNIX path length") as caught:
+        connect(workers=1)
+    assert "RAY_TMPDIR" in caught.value.fix
