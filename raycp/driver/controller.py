@@ -32,7 +32,7 @@ from raycp.driver.store import open_store
 from raycp.errors import ClusterError, Problem, RaycpError, WorkerError
 from raycp.events import EventLog, read_events
 from raycp.plan import RankGrid
-from raycp.training.checkpoint import Manifest, commit, newest, prune, step_folder
+from raycp.training.checkpoint import Manifest, commit, discard_uncommitted, newest, prune, step_folder
 from workers.actor import TrainWorker
 from workers.messages import EvalReport, Probe, Rendezvous, RunSpec, StepReport, StepRequest
 
@@ -278,6 +278,7 @@ class Controller:
         """
         began = time.monotonic()
         found = newest(self._folder / "checkpoints")
+        discard_uncommitted(self._folder / "checkpoints")
         for message in found.messages:
             self._display.say(message)
         fresh = found.manifest is None

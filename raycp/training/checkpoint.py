@@ -260,6 +260,18 @@ def committed_run(root: Path) -> str | None:
     return None
 
 
+def discard_uncommitted(root: Path) -> list[Path]:
+    """Deletes steps without a manifest, which a killed or full run left: only while nobody writes a checkpoint.
+
+    Returns:
+        The folders that were deleted.
+    """
+    gone = [folder for folder in _steps(root) if not (folder / MANIFEST).exists()]
+    for folder in gone:
+        shutil.rmtree(folder, ignore_errors=True)  # a fenced-off rank may still write there: the next start tries again
+    return gone
+
+
 def prune(root: Path, keep: int) -> list[Path]:
     """Deletes all but the newest `keep` committed steps, and uncommitted leftovers older than the newest of them.
 

@@ -12,6 +12,8 @@ from raycp.training.checkpoint import (
     CheckpointReader,
     Manifest,
     commit,
+    committed_run,
+    discard_uncommitted,
     load_manifest,
     newest,
     prune,
@@ -176,6 +178,26 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
     assert [p.name for p in gone] == ["step-00000003", "step-00000001"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000005"]
     assert prune(tmp_path / "none", keep=2) == []
+
+
+def test_half_written_steps_are_discarded_so_that_a_full_disk_does_not_stay_full(tmp_path):
+    save(tmp_path, 2)
+    for step in (1, 4):
+        write_shard(step_folder(tmp_path, step), 0, shards_of(tensors(), 0, 1))
+    assert sorted(discard_uncommitted(tmp_path)) == [step_folder(tmp_path, 1), step_folder(tmp_path, 4)]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+    assert newest(tmp_path).manifest.step == 2
+    assert discard_uncommitted(tmp_path / "missing") == []
+
+
+def test_whose_checkpoints_these_are(tmp_path):
+    assert committed_run(tmp_path / "missing") is None
+    write_shard(step_folder(tmp_path, 9), 0, shards_of(tensors(), 0, 1))
+    assert committed_run(tmp_path) is None
+    save(tmp_path, 2)
+    assert committed_run(tmp_path) == "run"
+    (step_folder(tmp_path, 2) / "manifest.json").write_text("torn")
+    assert committed_run(tmp_path) is None
 
 
 def test_another_version_is_refused(tmp_path):
