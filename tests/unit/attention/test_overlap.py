@@ -60,23 +60,29 @@ def _seconds(case: Case, latency: float, **how: Any) -> float:
     return time.perf_counter() - start
 
 
-def _growth(case: Case, enough: float = 1.0, **how: Any) -> float:
-    """Time with latency over time without: interleaved, the least of three each, or of up to eight until `enough`."""
-    slow, fast = [], []
-    while len(slow) < 3 or (len(slow) < 8 and min(slow) / min(fast) > enough > 1):
-        slow.append(_seconds(case, LATENCY, **how))
-        fast.append(_seconds(case, 0.0))
-    return min(slow) / min(fast)
+def _least(case: Case, latency: float, good: Callable[[float, float], bool], **how: Any) -> tuple[float, float]:
+    """Seconds with and without latency, interleaved: the least of one round, or of up to ten until they are `good`.
+
+    Threads of a busy machine wake up late, so single rounds say little.
+    """
+    slow = fast = float("inf")
+    for _ in range(10):
+        slow, fast = min(slow, _seconds(case, latency, **how)), min(fast, _seconds(case, 0.0))
+        if good(slow, fast):
+            break
+    return slow, fast
 
 
 @pytest.mark.parametrize(("inner", "limit"), [(1, 1.05), (4, 1.08)])
 def test_ring_hides_messages_that_take_less_than_a_block(inner: int, limit: float) -> None:
     """What shows are the last gradients, which nothing follows: one message, in a double ring two."""
-    assert _growth(replace(CASE, inner=inner), limit) <= limit
+    slow, fast = _least(replace(CASE, inner=inner), LATENCY, lambda slow, fast: slow <= limit * fast)
+    assert slow <= limit * fast
 
 
 def test_exchange_that_waits_shows() -> None:
-    assert _growth(CASE, wrap=_Blocking) > 1.2
+    slow, fast = _least(CASE, LATENCY, lambda slow, fast: slow > 1.2 * fast, wrap=_Blocking)
+    assert slow > 1.2 * fast
 
 
 def test_outer_blocks_of_a_double_ring_have_a_window_of_time() -> None:
@@ -91,10 +97,12 @@ def test_outer_blocks_of_a_double_ring_have_a_window_of_time() -> None:
             away = any(m.peer // 4 != self.rank // 4 for m in receives)
             return _Later(handle, time.monotonic() + 3 * FORWARD * away)
 
-    times = {inner: min(_seconds(replace(CASE, inner=inner), 0.0, wrap=Far) for _ in range(2)) for inner in (1, 4)}
-    plain = min(_seconds(CASE, 0.0) for _ in range(2))
-    assert times[1] > 1.15 * plain
-    assert times[4] < 1.15 * plain
+    for _ in range(5):
+        single, double = (_seconds(replace(CASE, inner=inner), 0.0, wrap=Far) for inner in (1, 4))
+        plain = _seconds(CASE, 0.0)
+        if double < 1.15 * plain < single:
+            break
+    assert double < 1.15 * plain < single
 
 
 class _Later:
@@ -108,9 +116,8 @@ class _Later:
 
 def test_gathering_exposes_the_first_group_and_the_last_gradients_only() -> None:
     """Four groups of heads: without the pipeline, four exchanges forward and eight backward would be exposed."""
-    case = replace(CASE, num_heads=8, num_kv_heads=4, algorithm="allgather", ring=4)
-    rounds = [(_seconds(case, 0.004), _seconds(case, 0.0)) for _ in range(3)]
-    exposed = min(slow for slow, _ in rounds) - min(fast for _, fast in rounds)
-    assert exposed <= 5 * 0.004
-    waiting = min(_seconds(case, 0.004, wrap=_Blocking) for _ in range(2)) - min(fast for _, fast in rounds)
-    assert waiting >= 7 * 0.004, "planted fault: without overlap it shows"
+    case, latency = replace(CASE, num_heads=8, num_kv_heads=4, algorithm="allgather", ring=4), 0.007
+    slow, fast = _least(case, latency, lambda slow, fast: slow - fast <= 5 * latency)
+    assert slow - fast <= 5 * latency
+    slow, fast = _least(case, latency, lambda slow, fast: slow - fast >= 7 * latency, wrap=_Blocking)
+    assert slow - fast >= 7 * latency, "planted fault: without overlap it shows"

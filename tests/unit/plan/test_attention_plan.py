@@ -423,9 +423,9 @@ def test_planning_a_long_pack_is_fast() -> None:
     ends = [*np.sort(rng.choice(np.arange(1, 131_072), 999, replace=False)).tolist(), 131_072]
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.thread_time()
         AttentionPlan.build(ends, RankGrid(1, 8), num_heads=32, num_kv_heads=8).program(3)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     assert min(seconds) < 0.1, seconds  # 0.015 on an idle core
 
 

@@ -83,19 +83,19 @@ def test_a_long_document_among_short_ones_is_the_only_one_that_is_split() -> Non
     ("total", "ring", "assign", "build"), [(131_072, 8, 0.001, 0.010), (1 << 20, 64, 0.010, 0.100)]
 )
 def test_planning_is_fast(total: int, ring: int, assign: float, build: float) -> None:
-    """Bars in seconds, reached on an idle core; the test allows eight times as much on a busy one."""
-    ends = list(accumulate(_mixed_pack(3, total, 32_768)))
+    """Bars in seconds of one core; the test allows five times as much."""
+    ends = list(accumulate(_mixed_pack(3, total, 8192)))
     seconds = []
     for _ in range(4):
-        start = time.perf_counter()
+        start = time.thread_time()
         place_documents(ends, ring, lambda x, length: x * (x + 1) // 2)
-        placed = time.perf_counter()
+        placed = time.thread_time()
         plan = AttentionPlan.build(ends, RankGrid(1, ring), num_heads=32, num_kv_heads=8)
         plan.program(ring // 2)
         plan.token_index(ring // 2)
-        seconds.append((placed - start, time.perf_counter() - placed))
-    assert min(a for a, _ in seconds) <= 8 * assign, seconds
-    assert min(b for _, b in seconds) <= 8 * build, seconds
+        seconds.append((placed - start, time.thread_time() - placed))
+    assert min(a for a, _ in seconds) <= 5 * assign, seconds
+    assert min(b for _, b in seconds) <= 5 * build, seconds
 
 
 @settings(max_examples=60, deadline=None)
