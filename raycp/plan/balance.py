@@ -70,10 +70,11 @@ class _Placement:
     def place(self, order: list[int], limit: float) -> None:
         """Places documents in `order`, longest first."""
         free, full = self._ranks()
+        most = max(limit * self.mean, 1.0)  # of a document that stays whole
         for document in order:
             start, stop = self.bounds[document]
             length, work = stop - start, self.whole[document]
-            parts = self._parts(work, limit)
+            parts = 1 if limit and work <= most else self._parts(work, limit)
             if parts == 1:
                 rank = self._least_with_room(free, full, length)
                 if rank is not None:
@@ -114,8 +115,8 @@ class _Placement:
 
     def _shares(self, length: int, parts: int) -> list[tuple[int, int]]:
         """(rank, tokens) of a split document: equal shares on the ranks with least work, as far as there is room."""
-        share = -(-length // max(parts, 1))
-        fits = [(work, r) for r, work in enumerate(self.work) if self.room[r] >= max(share, 1)]
+        share = max(1, -(-length // max(parts, 1)))
+        fits = [(work, r) for r, work in enumerate(self.work) if self.room[r] >= share]
         chosen = [r for _, r in heapq.nsmallest(parts, fits)]
         if len(chosen) < parts:  # no room for equal shares: as few ranks as hold it, the roomiest first
             chosen, held = [], 0
