@@ -78,7 +78,7 @@ def test_the_same_command_on_a_finished_run_returns_at_once_and_starts_nothing(
         ("RaisingWorker", "ValueError: planted", 10),
         ("DyingWorker", "died", 10),
         ("FrozenWorker", "no answer from its control thread", 20),
-        ("DivergingWorker", "NonFiniteError", 10),
+        pytest.param("DivergingWorker", "NonFiniteError", 10, marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_rank_ends_the_run_by_name_and_the_same_command_continues_bit_equal(

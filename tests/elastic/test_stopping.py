@@ -90,6 +90,7 @@ def left_alive(pids: list[int], seconds: float) -> list[int]:
     return alive
 
 
+@pytest.mark.slow
 def test_a_local_ray_leaves_no_token_that_later_clusters_would_ask_for(
     start: Starter, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +144,7 @@ def test_ctrl_c_ends_the_step_saves_and_the_same_command_goes_on(
     assert losses(tmp_path) == unbroken
 
 
+@pytest.mark.slow
 def test_sigterm_ends_at_once_and_a_killed_driver_leaves_nothing_behind(
     start: Starter, inputs: Path, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:
