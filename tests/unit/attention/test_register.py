@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from raycp.attention import ATTENTION_NAME, Carrier, attention_forward, build_groups, register_attention
+from raycp.attention import (
+    ATTENTION_NAME,
+    Carrier,
+    Groups,
+    InMemoryWorld,
+    attention_forward,
+    build_groups,
+    register_attention,
+)
+from raycp.attention.communicator import Communicator
 from raycp.attention.kernels import CpuFlashKernel
 from raycp.errors import ModelError
 from raycp.plan import AttentionPlan, RankGrid, Slice
@@ -106,6 +115,37 @@ def test_what_is_kept_is_what_backward_uses() -> None:
 
     assert torch.equal(gradient(False), gradient(False))
     assert not torch.allclose(gradient(False), gradient(True), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("options", [{}, {"kv_cache": "half"}, {"kv_cache": "full"}, {"algorithm": "allgather"}])
+def test_checkpointed_layers_of_a_ring_keep_what_they_cached(
+    options: dict[str, str], keep: bool, reentrant: bool
+) -> None:
+    """Recomputation takes output, statistics and cached blocks from the carrier, and moves nothing."""
+    plan = AttentionPlan.build([45], RankGrid(1, 2), num_heads=4, num_kv_heads=2, layout="zigzag", **options)  # type: ignore[arg-type]
+
+    def rank(communicator: Communicator, checkpointed: bool) -> tuple[list[torch.Tensor], Carrier]:
+        index = torch.from_numpy(plan.token_index(communicator.rank))
+        leaves = [x[:, :, index].requires_grad_() for x in _qkv()]
+        carrier = Carrier(plan, Groups(plan.grid, communicator.rank, communicator), keep=keep and checkpointed)
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            return attention_forward(_Layer(), *tensors, None, cp_plan=carrier)[0]  # type: ignore[arg-type]
+
+        out = checkpoint(run, *leaves, use_reentrant=reentrant) if checkpointed else run(*leaves)
+        out.square().sum().backward()
+        return [out.detach(), *(x.grad for x in leaves)], carrier
+
+    plain, again = (InMemoryWorld(2).run(lambda c, x=x: rank(c, x)) for x in (False, True))
+    for (a, first), (b, second) in zip(plain, again, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert second.stats.kernel_forward_calls == (1 if keep else 2) * first.stats.kernel_forward_calls
+        assert not second.kept
+        assert first.stats.remote_blocks == second.stats.remote_blocks == 0
+        if keep:
+            assert second.stats.bytes_sent == first.stats.bytes_sent
 
 
 def test_second_forward_with_one_carrier_is_refused() -> None:
