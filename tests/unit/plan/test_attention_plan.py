@@ -200,6 +200,39 @@ def test_needed_rows_move_once_and_nothing_else(plan: AttentionPlan) -> None:
         assert backward == forward + program.rows_returned * row * 4
 
 
+def rows_into_windows(plan: AttentionPlan, programs: list[RankProgram], inner: int) -> int:
+    """K/V rows that cross from one window to another."""
+    return sum(
+        t.num_rows
+        for rank, program in enumerate(programs)
+        for step in program.steps
+        for t in step.receives
+        if t.peer // inner != rank // inner
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans.filter(lambda plan: plan.grid.window not in (1, plan.grid.ring)))
+def test_a_row_enters_a_window_once(plan: AttentionPlan) -> None:
+    inner, visible = plan.grid.window, visible_pairs(plan)
+    held = [plan.token_index(rank) for rank in range(plan.grid.ring)]
+    needed = 0
+    for home in range(0, plan.grid.ring, inner):
+        own = np.concatenate(held[home : home + inner])
+        needed += len(set(np.flatnonzero(visible[own].any(0)).tolist()) - set(own.tolist()))
+    programs = programs_of(plan)
+    assert rows_into_windows(plan, programs, inner) == needed
+    for program in programs:
+        assert all(step.posted == step.index - inner for step in program.steps if step.outer)
+
+
+def test_direct_pull_would_multiply_what_enters_a_window() -> None:
+    """A full mask on 4 windows of 4: each row enters 3 windows once; by direct pull each of their ranks fetches it."""
+    double, single = (build([160], 16, "contiguous", "full", None, inner) for inner in (4, 1))
+    assert rows_into_windows(double, programs_of(double), 4) == 3 * 160
+    assert rows_into_windows(single, programs_of(single), 4) == 4 * 3 * 160
+
+
 def _without_a_slice(program: RankProgram) -> RankProgram:
     last = program.steps[-1]
     return dataclasses.replace(program, steps=(*program.steps[:-1], dataclasses.replace(last, slices=last.slices[1:])))
