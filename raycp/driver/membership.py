@@ -45,6 +45,7 @@ class Membership:
         generation: travels with every call.
         unresponsive_after: seconds without any answer of a rank's control thread after which it counts as frozen.
         watch: called about once a second with rank 0's progress while a call runs.
+        is_alive: whether the cluster counts a node (by its id) as alive.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class Membership:
         generation: int,
         unresponsive_after: float,
         watch: Callable[[dict[str, Any]], None] | None = None,
+        is_alive: Callable[[str], bool] | None = None,
     ) -> None:
         self.members = list(members)
         self.generation = generation
         self._unresponsive_after = unresponsive_after
         self._watch = watch
+        self._is_alive = is_alive or _node_is_alive
         self._beats: dict[int, Any] = {}
         self._heard: dict[int, float] = {}
 
@@ -164,6 +167,10 @@ class Membership:
         member = next(m for m in self.members if m.rank == rank)
         details = dict(error.details) if isinstance(error, WorkerError) else {}
         cause = str(details.get("cause") or _cause(error))
+        if isinstance(error, ActorUnavailableError):
+            alive = self._is_alive(member.probe.node_id)  # Ray notices a dead node seconds after its connections break
+            gone = "it cannot be reached (its process, its node or the network)" if alive else "its node has died"
+            cause = f"{gone}: {cause}"
         details.update(
             rank=rank,
             node=member.probe.address,
@@ -171,10 +178,14 @@ class Membership:
             cause=cause,
             generation=self.generation,
             others={r: _cause(e) for r, e in failures.items() if r != rank},
-            lost=_weight(error)[0] == 0,
+            lost=isinstance(error, RayActorError | TimeoutError),
         )
         fix = error.fix if isinstance(error, RaycpError) and error.fix else _default_fix(error)
         return WorkerError(f"{what} failed: {member.where}: {cause}", fix=fix, **details)
+
+
+def _node_is_alive(node_id: str) -> bool:
+    return any(n["NodeID"] == node_id and n["Alive"] for n in ray.nodes())
 
 
 def _unwrap(error: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ from raycp.errors import WorkerError
 from workers.messages import Probe
 
 
-def membership(ranks: int = 3) -> Membership:
+def membership(ranks: int = 3, *, alive: bool = True) -> Membership:
     members = [
         Member(
             rank=r,
@@ -20,7 +20,7 @@ def membership(ranks: int = 3) -> Membership:
         )
         for r in range(ranks)
     ]
-    return Membership(members, generation=7, unresponsive_after=1.0)
+    return Membership(members, generation=7, unresponsive_after=1.0, is_alive=lambda node_id: alive)
 
 
 def raised(time: float, *, communication: bool, cause: str = "ValueError: x") -> WorkerError:
@@ -60,3 +60,14 @@ def test_the_error_names_operation_cause_and_fix_and_survives_pickling() -> None
         assert "fix it" in str(one)
     assert not error.details["lost"]
     assert blame({1: ActorDiedError()}).details["lost"]
+
+
+@pytest.mark.parametrize(("alive", "words"), [(False, "its node has died"), (True, "it cannot be reached")])
+def test_a_node_that_vanished_is_called_lost_and_not_an_error_of_the_rank(alive: bool, words: str) -> None:
+    """A killed node shows first as an actor that is "temporarily unavailable"."""
+    failures = {0: raised(1.0, communication=True), 1: ActorUnavailableError("socket closed", b"0" * 16)}
+    error = membership(alive=alive)._blame(failures, "step 4")
+    assert error.details["rank"] == 1
+    assert error.details["lost"]
+    assert words in error.details["cause"]
+    assert words in str(error)
