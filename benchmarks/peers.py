@@ -131,10 +131,11 @@ def one_process(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
 
 def one_process_by_document(doc_ends: tuple[int, ...]) -> Attention:
     """PyTorch's own causal attention, one document of a packed row after the other."""
-    bounds = list(zip((0, *doc_ends), doc_ends, strict=False))
+    lengths = [b - a for a, b in zip((0, *doc_ends), doc_ends, strict=False)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.cat([one_process(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in bounds], 2)
+        documents = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+        return torch.cat([one_process(*document) for document in documents], 2)
 
     return attend
 

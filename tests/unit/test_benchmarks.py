@@ -90,10 +90,10 @@ def test_needless_rows_are_noticed() -> None:
 def test_delay_is_hidden_forward_and_seen_where_nothing_hides_it() -> None:
     block = 0.05
     plan = overlap.plan_of(64, 4)
-    forward, _, slow, _ = overlap.measure(plan, lambda: overlap.TimedKernel(block), 0.8 * block, 1)
+    forward, _, slow, _ = overlap.measure(plan, overlap.TimedKernel(block), 0.8 * block, 1)
     assert slow / forward < 1.2
     late = 3 * block  # planted fault: no schedule can hide messages that take three blocks
-    forward, _, slow, _ = overlap.measure(plan, lambda: overlap.TimedKernel(block), late, 1)
+    forward, _, slow, _ = overlap.measure(plan, overlap.TimedKernel(block), late, 1)
     assert slow / forward > 1.5
 
 
