@@ -2,7 +2,7 @@
 
 Guarantees: which packs form a step never depends on the world; which replica takes which pack is decided the same way
 on every rank, without a message; where a replica has fewer packs than another, it runs an empty micro-batch (one token,
-no target), so that every rank enters the same collectives. Costs one attention plan per pack and rank.
+no target), so that every rank enters the same collectives. Costs one attention plan per pack and rank, made ahead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +15,7 @@ from data_pipeline import Document, Pack, PackLoader, assign_packs, pack_documen
 from raycp.attention import Carrier, Groups
 from raycp.plan import AttentionPlan, CostModel, RankGrid
 from raycp.training.model import Heads
+from workers.ahead import PlanAgreement, PlanAhead, Planned, Store
 
 
 @dataclass(kw_only=True)
@@ -66,6 +67,8 @@ class Batcher:
         keep_attention: bool,
         device: torch.device,
         on_layer: Callable[..., None],
+        store: Store,
+        purpose: str,
         kv_cache: str = "none",
         cost: CostModel | None = None,
     ) -> None:
@@ -81,6 +84,8 @@ class Batcher:
         self._keep = keep_attention
         self._device = device
         self._on_layer = on_layer
+        agreement = PlanAgreement(store, name=f"{purpose}/{self._dp_index}", cp_rank=self._cp_rank, cp=grid.cp)
+        self._ahead = PlanAhead(self._plan, agreement)
 
     def assigned(self, pack_ids: Sequence[int]) -> list[int | None]:
         """Pack ids that this rank's replica runs, in order; None is an empty micro-batch.
@@ -94,14 +99,21 @@ class Batcher:
         mine: list[int | None] = [pack_ids[i] for i in per_replica[self._dp_index]]
         return mine + [None] * (depth - len(mine))
 
-    def micro_batches(self, assigned: Sequence[int | None]) -> Iterator[MicroBatch]:
-        """The micro-batches of `assigned`, the next pack read while the current one computes."""
-        self._loader.prefetch([p for p in assigned if p is not None])
-        for pack_id in assigned:
-            yield self.make(_empty_pack() if pack_id is None else self._loader.pack(pack_id))
+    def micro_batches(
+        self, assigned: Sequence[int | None], following: Sequence[int | None] = ()
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of `assigned`; the next ones are read and planned while the current one computes.
 
-    def make(self, pack: Pack) -> MicroBatch:
-        """The share of `pack` that this rank holds."""
+        Args:
+            assigned: of `assigned()`.
+            following: what the next call will probably ask for.
+        """
+        coming = [*assigned, *following]
+        for i, pack_id in enumerate(assigned):
+            yield self._share(self._ahead.take(pack_id, coming[i + 1 :]))
+
+    def _plan(self, pack_id: int | None) -> Planned:
+        pack = _empty_pack() if pack_id is None else self._loader.pack(pack_id)
         plan = AttentionPlan.build(
             doc_ends=pack.doc_ends,
             grid=self._grid,
@@ -112,6 +124,12 @@ class Batcher:
             kv_cache=self._kv_cache,
             cost=self._cost,
         )
+        plan.program(self._cp_rank)  # made lazily: here, not in the step
+        return Planned(pack, plan)
+
+    def _share(self, planned: Planned) -> MicroBatch:
+        """What this rank holds of a pack."""
+        pack, plan = planned
         shard = split_pack(pack, plan, self._cp_rank)
         carrier = Carrier(plan=plan, groups=self._groups, keep=self._keep, on_layer=self._on_layer)
         return MicroBatch(

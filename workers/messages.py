@@ -70,6 +70,8 @@ class StepRequest:
     generation: int
     step: int
     pack_ids: tuple[int, ...]
+    next_pack_ids: tuple[int, ...] = ()
+    """Of the step after this one: planned ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,9 @@ from raycp.training.mesh import build_mesh
 from workers.messages import Rendezvous
 from workers.sockets import interface_of, listening_ports, shut_sockets
 
+STORE_TIMEOUT = 60.0
+"""Seconds that a rank waits for the store, or for the others to join."""
+
 
 class ProcessGroups:
     """The groups of one rank in one generation.
@@ -60,12 +63,9 @@ class ProcessGroups:
                 os.environ[name] = interface
         timeout = timedelta(seconds=rendezvous.timeout)
         try:
-            store = dist.TCPStore(
-                rendezvous.store_host, rendezvous.store_port, None, False, timeout=min(timeout, timedelta(seconds=60))
-            )
             dist.init_process_group(
                 device.backend,
-                store=dist.PrefixStore(f"generation/{rendezvous.generation}", store),
+                store=_connect(rendezvous, "groups"),
                 rank=rendezvous.rank,
                 world_size=rendezvous.grid.world_size,
                 timeout=timeout,
@@ -96,6 +96,12 @@ class ProcessGroups:
         everyone: list[Any] = [None] * self.rendezvous.grid.world_size
         dist.all_gather_object(everyone, mine)
         self._ports = frozenset(port for ports in everyone for port in ports)
+
+    def connect_store(self) -> dist.Store:
+        """A connection of its own to the run's store, under this generation's prefix: its `get` blocks nobody else."""
+        store = _connect(self.rendezvous, "shared")
+        store.set_timeout(timedelta(seconds=self.rendezvous.timeout))  # a peer may be a long micro-batch behind
+        return store
 
     def abort(self) -> int:
         """Frees every waiting operation of this process. Returns the number of connections that were cut.
@@ -156,6 +162,17 @@ class ProcessGroups:
             raise ClusterError(
                 f"a warm-up all-reduce over {size} ranks gave {float(one.item())}", fix="check the network back end"
             )
+
+
+def _connect(rendezvous: Rendezvous, prefix: str) -> dist.Store:
+    store = dist.TCPStore(
+        rendezvous.store_host,
+        rendezvous.store_port,
+        None,
+        False,
+        timeout=timedelta(seconds=min(rendezvous.timeout, STORE_TIMEOUT)),
+    )
+    return dist.PrefixStore(f"generation/{rendezvous.generation}/{prefix}", store)
 
 
 def _abort_backends(groups: list[dist.ProcessGroup | None]) -> None:

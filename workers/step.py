@@ -58,7 +58,8 @@ def run_step(
     state.trainee.train()
     state.optimizer.zero_grad(set_to_none=True)
     loss_sum, held = 0.0, 0
-    for batch in batcher.micro_batches(assigned):
+    following = batcher.assigned(request.next_pack_ids)
+    for batch in batcher.micro_batches(assigned, following):
         progress.next_micro_batch()
         loss = state.trainee(batch.ids, batch.position_ids, batch.targets, batch.weights, batch.carrier, scale)
         loss.backward()

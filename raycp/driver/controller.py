@@ -330,7 +330,8 @@ class Controller:
 
     def _one_step(self, membership: Membership, step: int) -> None:
         pack_ids = self._schedule.pack_ids(step)
-        request = StepRequest(generation=self.generation, step=step, pack_ids=pack_ids)
+        following = self._schedule.pack_ids(step + 1) if step < self._spec.total_steps else ()
+        request = StepRequest(generation=self.generation, step=step, pack_ids=pack_ids, next_pack_ids=following)
         began = time.monotonic()
         reports: list[StepReport] = membership.gather(lambda m: m.actor.step.remote(request), what=f"step {step}")
         seconds = time.monotonic() - began
