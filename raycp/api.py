@@ -298,8 +298,8 @@ def _run(setup: _Setup, data: Any) -> FitResult:
         if config.eval_data is not None:
             try:
                 evaluation = _prepare(setup, config.eval_data, folder / "eval_data", progress)
-            except DataError as error:
-                raise DataError(f"eval_data: {error.message}", fix=error.fix, **error.details) from error
+            except (DataError, ModelError) as error:
+                raise type(error)(f"eval_data: {error.message}", fix=error.fix, **error.details) from error
     longest = max(s.max_positions for s in (store, evaluation) if s is not None)
     problems = check_model(setup.model_config, longest, config.parallel)
     if problems:
