@@ -10,6 +10,7 @@
 * `function`: the autograd function around them
 * `ulysses`: the trade of tokens for heads around it
 * `api`: `cp_attention`, checked entry
+* `agreement`: the same plan on every rank
 * `register`: `attn_implementation="raycp"` and its `Carrier`
 """
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from raycp.attention.agreement import check_agreement
 from raycp.attention.api import make_call, run_call
 from raycp.attention.call import AttentionStats, Tensors
 from raycp.attention.groups import Groups
@@ -111,7 +112,7 @@ class Carrier:
 
         Raises:
             ModelError: a second forward pass with this carrier, or no plan for this kind of layer.
-            PlanError: shapes do not fit the plan.
+            PlanError: shapes do not fit the plan, or another rank has another plan.
         """
         recomputing = torch._C._current_graph_task_id() != -1
         if not recomputing and layer in self.calls:
@@ -120,6 +121,9 @@ class Carrier:
                 fix="make a new Carrier for each forward pass; a model that shares one layer_idx between layers cannot "
                 "be trained",
             )
+        if not self.calls:
+            plans = [self.plan] if isinstance(self.plan, AttentionPlan) else list(self.plan.values())
+            check_agreement(plans, self.groups, q.device)
         self.calls[layer] = self.calls.get(layer, 0) + 1
         plan = self.plan_of(layer, kind)
         call = make_call(q, k, v, plan=plan, groups=self.groups, scale=scale, kernel=self.kernel)

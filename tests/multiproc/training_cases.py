@@ -150,6 +150,8 @@ class StaleCommunicator:
         self.rank, self.size = inner.rank, inner.size
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
+        if any(m.name == "hash of the plan" for m in receives):
+            return self._inner.post(sends, receives)
         for m in receives:
             m.tensor.zero_()
         lost = [Message(m.peer, torch.empty_like(m.tensor), m.tag, m.name) for m in receives]
