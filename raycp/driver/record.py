@@ -213,8 +213,14 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 def _refuse_foreign(folder: Path, run_id: str | None) -> None:
     """Events and checkpoints of another run would be taken for this one's: its losses reported, its state loaded."""
-    started = (str(e["run_id"]) for e in read_events(folder / "events.jsonl") if e["event"] == "run_started")
-    found = {"events.jsonl": next(started, None), "checkpoints": committed_run(folder / "checkpoints")}
+    try:
+        started = [str(e["run_id"]) for e in read_events(folder / "events.jsonl") if e["event"] == "run_started"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / 'events.jsonl'} is damaged: {error!r}",
+            fix="repair or remove the line, or give another output_dir",
+        ) from error
+    found = {"events.jsonl": started[0] if started else None, "checkpoints": committed_run(folder / "checkpoints")}
     foreign = {name: other for name, other in found.items() if other is not None and other != run_id}
     if foreign:
         raise CheckpointError(

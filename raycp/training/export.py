@@ -57,8 +57,7 @@ def export_hf(
     shapes = {name: tuple(p.shape) for name, p in named_weights(lm)}
     _check_names(reader, shapes)
     aside = out.with_name(f".{out.name}.writing")
-    if aside.exists():
-        shutil.rmtree(aside)
+    _remove(aside)
     aside.mkdir(parents=True)
     _write_weights(aside, reader, shapes, compute_dtype(dtype), max_file_bytes)
     config.architectures = [type(lm).__name__]
@@ -72,15 +71,20 @@ def export_hf(
     _check_folder(aside, shapes)
     sync_folder(aside)
     old = out.with_name(f".{out.name}.old")
+    _remove(old)
     if out.exists():
-        if old.exists():
-            shutil.rmtree(old)
         out.rename(old)
     aside.rename(out)
     sync_folder(out.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    _remove(old)
     return out
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _check_names(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -201,6 +201,8 @@ def test_export_loads_in_hugging_face_with_equal_weights_and_logits(tmp_path: Pa
     results = run_ranks(run_job, 2, jobs)
     commit_of(folder, results)
     trained = results[0][0]["whole"]
+    for name in ("export", ".export.old", ".export.writing"):  # files where folders belong are replaced as well
+        (tmp_path / name).write_text("in the way")
     out = export_hf(CheckpointReader(folder), spec, None, tmp_path / "export", "float32", max_file_bytes=9_000)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export", "step-00000001"]
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2

@@ -167,3 +167,13 @@ def test_other_operating_system_errors_are_left_alone(tmp_path: Path) -> None:
         raise ConnectionResetError(errno.ECONNRESET, "reset by peer")
     with pytest.raises(FileNotFoundError), storage_errors(tmp_path / "run"):
         (tmp_path / "elsewhere").read_text()
+
+
+@pytest.mark.parametrize("line", ["{torn", "[1]", "{}"])
+def test_a_damaged_line_inside_the_events_is_named(tmp_path: Path, line: str) -> None:
+    put_events(tmp_path, opened(tmp_path).run_id)
+    log = tmp_path / "events.jsonl"
+    log.write_text(f"{line}\n{log.read_text()}")
+    with pytest.raises(CheckpointError, match=r"events\.jsonl is damaged") as caught:
+        opened(tmp_path)
+    assert caught.value.fix
