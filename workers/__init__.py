@@ -2,7 +2,7 @@
 
 * messages: the frozen values that travel between driver and workers; each request carries the generation.
 * sockets: which TCP sockets of this process belong to gloo, and how they are shut.
-* ahead: packs and plans of the next micro-batches, agreed on by the ranks of a replica.
+* ahead: packs and attention plans of the next micro-batches, made while the current one computes.
 * batch: from pack ids to the tensors of one rank.
 * process_groups: the life cycle of a rank's process groups: create, warm, abort, rebuild, destroy.
 * storage: what a file system that fails means, in words.

@@ -135,10 +135,10 @@ class TrainWorker:
                 optimizer=build_optimizer(trainee, spec.config.optim),
                 rank=groups.rendezvous.rank,
             )
-            self._train = self._open("train", spec.train, groups, trainee.heads, keep=spec.activation_checkpointing)
+            self._train = self._open(spec.train, groups, trainee.heads, keep=spec.activation_checkpointing)
             self._eval = None
             if spec.evaluation is not None:
-                self._eval = self._open("eval", spec.evaluation, groups, trainee.heads, keep=False)
+                self._eval = self._open(spec.evaluation, groups, trainee.heads, keep=False)
             groups.learn_ports()
             gc.collect()
             gc.freeze()
@@ -156,7 +156,7 @@ class TrainWorker:
         self._guard(generation, body)
 
     def _open(
-        self, purpose: str, store_spec: StoreSpec, groups: ProcessGroups, heads: Heads, *, keep: bool
+        self, store_spec: StoreSpec, groups: ProcessGroups, heads: Heads, *, keep: bool
     ) -> tuple[PackLoader, Batcher]:
         config = self._spec.config
         store = DocumentStore.open(Path(store_spec.folder))
@@ -186,8 +186,6 @@ class TrainWorker:
             keep_attention=keep,
             device=torch_device(self._spec.device, 0),
             on_layer=self._progress.ring_step,
-            store=groups.connect_store(),
-            purpose=purpose,
         )
         return loader, batcher
 

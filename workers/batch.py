@@ -15,7 +15,7 @@ from data_pipeline import Document, Pack, PackLoader, assign_packs, pack_documen
 from raycp.attention import Carrier, Groups
 from raycp.plan import AttentionPlan, CostModel, RankGrid
 from raycp.training.model import Heads
-from workers.ahead import PlanAgreement, PlanAhead, Planned, Store
+from workers.ahead import PlanAhead, Planned
 
 
 @dataclass(kw_only=True)
@@ -67,8 +67,6 @@ class Batcher:
         keep_attention: bool,
         device: torch.device,
         on_layer: Callable[..., None],
-        store: Store,
-        purpose: str,
         kv_cache: str = "none",
         cost: CostModel | None = None,
     ) -> None:
@@ -84,8 +82,7 @@ class Batcher:
         self._keep = keep_attention
         self._device = device
         self._on_layer = on_layer
-        agreement = PlanAgreement(store, name=f"{purpose}/{self._dp_index}", cp_rank=self._cp_rank, cp=grid.cp)
-        self._ahead = PlanAhead(self._plan, agreement)
+        self._ahead = PlanAhead(self._plan)
 
     def assigned(self, pack_ids: Sequence[int]) -> list[int | None]:
         """Pack ids that this rank's replica runs, in order; None is an empty micro-batch.

@@ -63,9 +63,16 @@ class ProcessGroups:
                 os.environ[name] = interface
         timeout = timedelta(seconds=rendezvous.timeout)
         try:
+            store = dist.TCPStore(
+                rendezvous.store_host,
+                rendezvous.store_port,
+                None,
+                False,
+                timeout=min(timeout, timedelta(seconds=STORE_TIMEOUT)),
+            )
             dist.init_process_group(
                 device.backend,
-                store=_connect(rendezvous, "groups"),
+                store=dist.PrefixStore(f"generation/{rendezvous.generation}", store),
                 rank=rendezvous.rank,
                 world_size=rendezvous.grid.world_size,
                 timeout=timeout,
@@ -96,12 +103,6 @@ class ProcessGroups:
         everyone: list[Any] = [None] * self.rendezvous.grid.world_size
         dist.all_gather_object(everyone, mine)
         self._ports = frozenset(port for ports in everyone for port in ports)
-
-    def connect_store(self) -> dist.Store:
-        """A connection of its own to the run's store, under this generation's prefix: its `get` blocks nobody else."""
-        store = _connect(self.rendezvous, "shared")
-        store.set_timeout(timedelta(seconds=self.rendezvous.timeout))  # a peer may be a long micro-batch behind
-        return store
 
     def abort(self) -> int:
         """Frees every waiting operation of this process. Returns the number of connections that were cut.
@@ -162,17 +163,6 @@ class ProcessGroups:
             raise ClusterError(
                 f"a warm-up all-reduce over {size} ranks gave {float(one.item())}", fix="check the network back end"
             )
-
-
-def _connect(rendezvous: Rendezvous, prefix: str) -> dist.Store:
-    store = dist.TCPStore(
-        rendezvous.store_host,
-        rendezvous.store_port,
-        None,
-        False,
-        timeout=timedelta(seconds=min(rendezvous.timeout, STORE_TIMEOUT)),
-    )
-    return dist.PrefixStore(f"generation/{rendezvous.generation}/{prefix}", store)
 
 
 def _abort_backends(groups: list[dist.ProcessGroup | None]) -> None:

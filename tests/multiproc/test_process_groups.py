@@ -27,6 +27,7 @@ def rendezvous(rank: int, grid: RankGrid, port: int, generation: int = 1, timeou
 
 def create(rank: int, world_size: int, port: int) -> ProcessGroups:
     if dist.is_initialized():
+        dist.barrier()  # a rank that leaves before another has connected would break its start
         dist.destroy_process_group()  # the launcher's own
     grid = RankGrid(dp=world_size // 2, ring=2)
     groups = ProcessGroups.create(rendezvous(rank, grid, port), device=CPU, address=LOOPBACK)

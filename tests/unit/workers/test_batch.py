@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from data_pipeline import DocumentStore, PackLoader, prepare
 from jobs.presets import make_tokenizer
@@ -26,9 +25,7 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> PackLoader:
     return PackLoader(store, seq_length=128)
 
 
-def batcher(
-    loader: PackLoader, *, dp: int, cp: int, rank: int, store: dist.Store | None = None, **changed: Any
-) -> Batcher:
+def batcher(loader: PackLoader, *, dp: int, cp: int, rank: int, **changed: Any) -> Batcher:
     grid = RankGrid(dp=dp, ring=cp)
     known: dict[str, Any] = {"layout": "auto", "algorithm": "auto", "keep_attention": False}
     return Batcher(
@@ -39,8 +36,6 @@ def batcher(
         heads=Heads(num_heads=4, num_kv_heads=2),
         device=torch.device("cpu"),
         on_layer=lambda *_: None,
-        store=dist.HashStore() if store is None else store,
-        purpose="train",
         **{**known, **changed},
     )
 
@@ -71,8 +66,7 @@ def test_an_empty_micro_batch_has_no_target(loader: PackLoader) -> None:
 def test_the_shards_of_a_pack_are_the_pack(loader: PackLoader, cp: int) -> None:
     pack = loader.pack(0)
     whole = rows_of([pack.position_ids], [pack.ids], [pack.targets])
-    store = dist.HashStore()
-    parts = [next(batcher(loader, dp=1, cp=cp, rank=r, store=store).micro_batches([0])) for r in range(cp)]
+    parts = [next(batcher(loader, dp=1, cp=cp, rank=r).micro_batches([0])) for r in range(cp)]
     assert fields(parts) == whole
     planted = [*parts[:-1], parts[0]]
     assert cp == 1 or fields(planted) != whole, "a shard taken twice would be seen"
