@@ -35,6 +35,7 @@ COST = CostModel(head_dim=HEAD_DIM, value_dim=HEAD_DIM)
 RING, AUTO, BARE = "raycp ring", "raycp auto", "bare kernels"
 DEEPSPEED = "DeepSpeed Ulysses"
 ROTATIONS = {"PyTorch ring, all-gather": "allgather", "PyTorch ring, all-to-all": "alltoall"}
+ROWS = ("whole", "short", "corpus")
 ONE, TWO = "one process, 1 thread", "one process, 2 threads"
 
 
@@ -179,11 +180,14 @@ def judge(report: Report, times: dict[str, Times], *, whole: bool, bar: float) -
         report.at_most("raycp ring / bare kernels, processor", times[RING].cpu / times[BARE].cpu, bar)
         fastest = min(times[name].least for name in ROTATIONS)
         report.at_most("raycp auto / PyTorch ring, least", mine.least / fastest, 1.05)
+        report.at_most("raycp auto / PyTorch ring, processor", mine.cpu / min(times[n].cpu for n in ROTATIONS), 1.05)
         report.at_most("raycp auto / one process with two threads, least", mine.least / times[TWO].least, 1.0)
+        report.at_most("raycp auto / one process with two threads, processor", mine.cpu / times[TWO].cpu, None)
         return
     for name in peers:
         report.at_least(f"raycp auto is faster than {name}, median", times[name].median / mine.median, bar, "x")
     report.at_most("overhead over bare kernels, least", times[RING].least / times[BARE].least - 1, 0.25)
+    report.at_most("overhead over bare kernels, processor", times[RING].cpu / times[BARE].cpu - 1, 0.25)
     report.at_most("raycp auto / one process with two threads, median", mine.median / times[TWO].median, None)
 
 
@@ -191,19 +195,23 @@ def main() -> int:
     """Command line."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=7, help="rounds that count")
+    options.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="which rows to measure")
     chosen = options.parse_args()
     report = Report()
     report.header("attention_speed")
     print(f"{RANKS} gloo processes, fp32, H {NUM_HEADS}, K {NUM_KV_HEADS}, D {HEAD_DIM}, forward + backward")
     shrink, rounds = (8, 2) if chosen.quick else (1, chosen.rounds)
     long, packed = 8192 // shrink, 16_384 // shrink
-    judge(report, measure(f"one document of {long} tokens", [long], rounds), whole=True, bar=1.05)
-    short = uniform_pack(packed, 0, shortest=128, longest=512)
-    title = f"{len(short)} documents of 128 to 512 tokens in {packed}"
-    judge(report, measure(title, short, rounds), whole=False, bar=8)
-    corpus = corpus_pack(packed, 1, cap=packed // 4)
-    title = f"{len(corpus)} documents of a corpus, at most {packed // 4} tokens, in {packed}"
-    judge(report, measure(title, corpus, rounds), whole=False, bar=2)
+    if "whole" in chosen.rows:
+        judge(report, measure(f"one document of {long} tokens", [long], rounds), whole=True, bar=1.05)
+    if "short" in chosen.rows:
+        short = uniform_pack(packed, 0, shortest=128, longest=512)
+        title = f"{len(short)} documents of 128 to 512 tokens in {packed}"
+        judge(report, measure(title, short, rounds), whole=False, bar=8)
+    if "corpus" in chosen.rows:
+        corpus = corpus_pack(packed, 1, cap=packed // 4)
+        title = f"{len(corpus)} documents of a corpus, at most {packed // 4} tokens, in {packed}"
+        judge(report, measure(title, corpus, rounds), whole=False, bar=2)
     return report.end()
 
 

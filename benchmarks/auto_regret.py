@@ -131,10 +131,11 @@ def main() -> int:
     """Command line."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    options.add_argument("--tokens", type=int, default=8192, help="of the packs that are measured")
     given = options.parse_args()
     report = Report()
     report.header("auto_regret")
-    measure(report, 1024 if given.quick else 8192, 2 if given.quick else given.rounds)
+    measure(report, 1024 if given.quick else given.tokens, 2 if given.quick else given.rounds)
     count(16_384 if given.quick else 131_072)
     return report.end()
 

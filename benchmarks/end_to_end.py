@@ -271,10 +271,11 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=2, help="runs of every way")
     options.add_argument("--steps", type=int, default=4, help="steps of a run; the first warms up")
+    options.add_argument("--tokens", type=int, nargs="+", default=(2048, 8192), help="lengths of the document")
     chosen = options.parse_args()
     report = Report()
     report.header("end_to_end")
-    sizes, rounds, steps = ((256,), 1, 2) if chosen.quick else ((2048, 8192), chosen.rounds, chosen.steps)
+    sizes, rounds, steps = ((256,), 1, 2) if chosen.quick else (chosen.tokens, chosen.rounds, chosen.steps)
     with tempfile.TemporaryDirectory(prefix="raycp-bench-") as folder:
         save_model(Path(folder), small=chosen.quick)
         for num_tokens in sizes:
