@@ -6,7 +6,7 @@
 
 Guarantees: importing this package, `raycp.config` or `raycp.plan` loads neither torch nor ray.
 
-* api: `fit`, the one call.
+* api: `fit`, the one call; preflight, resolve: what is checked and filled in before it starts anything.
 * config, errors, events: the configuration tree, the exception tree, the log of a run.
 * plan: which tokens each rank holds and what it computes and moves (pure, numpy).
 * attention: context-parallel attention that obeys a plan.

@@ -7,49 +7,36 @@ person's Ctrl-C or a programming error raises. Costs nothing that a run does not
 
 import copy
 import dataclasses
-import glob
 import itertools
 import os
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from data_pipeline import DocumentStore, PackPlan, StepSchedule, plan_packs, prepare
 from data_pipeline.build import remove_leftovers
-from data_pipeline.sources import open_source
-from raycp.attention.kernels import DEVICES as KERNEL_DEVICES
 from raycp.config import FitConfig
 from raycp.driver.cluster import (
-    ClusterHandle,
     connect,
-    resolve_output_dir,
-    total_resources,
-    will_use_existing_cluster,
 )
 from raycp.driver.controller import Controller, Outcome
 from raycp.driver.display import Display, counting_bar
-from raycp.driver.record import RunRecord, folder_problems, identity_of, single_driver, storage_errors, write_json
+from raycp.driver.record import RunRecord, identity_of, single_driver, storage_errors, write_json
 from raycp.driver.signals import StopSignal
-from raycp.errors import ClusterError, ConfigError, DataError, ModelError, Problem, one_error
+from raycp.errors import DataError, ModelError, one_error
 from raycp.events import EventLog, read_events
+from raycp.preflight import ITEMSIZE, Setup, check_kinds
 from raycp.resolve import (
-    capacity_problems,
     cost_model,
-    grid_problems,
     grid_warning,
-    local_resources,
     needs_checkpointing,
     resolve_grid,
-    resolve_workers,
 )
 from raycp.training.check import check_model
 from raycp.training.checkpoint import newest
-from raycp.training.device import DeviceSpec, host_memory, resolve_device
-from raycp.training.spec import ModelSpec
+from raycp.training.device import host_memory
 from workers.messages import RunSpec, StoreSpec
 
-_BYTES = {"float32": 4, "bfloat16": 2}
 _TYPICAL_PACKS = 4
-_OWN_FILES = ("run.json", "config.json", "events.jsonl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,8 +96,8 @@ def fit(
         ClusterError: nodes that cannot hold, see or reach what they must; an output folder that cannot be written.
     """
     config = FitConfig() if config is None else config
-    _check_kinds(config)
-    setup = _Setup.check(model, data, output_dir, tokenizer, config)
+    check_kinds(config)
+    setup = Setup.check(model, data, output_dir, tokenizer, config)
     try:
         with storage_errors(setup.folder):
             setup.folder.mkdir(parents=True, exist_ok=True)
@@ -121,174 +108,7 @@ def fit(
             setup.cluster.close()
 
 
-def _check_kinds(config: FitConfig) -> None:
-    """Raises:
-    ConfigError: the configuration, or a part of it, is of another type (a dict, say), so that nothing can be checked.
-    """
-    parts = {
-        f"config.{f.name}": f for f in dataclasses.fields(FitConfig) if dataclasses.is_dataclass(f.default_factory)
-    }
-    wanted: dict[str, Any] = {"config": FitConfig}
-    found: dict[str, Any] = {"config": config}
-    if isinstance(config, FitConfig):
-        wanted |= {name: part.default_factory for name, part in parts.items()}
-        found |= {name: getattr(config, part.name) for name, part in parts.items()}
-    problems = [
-        Problem(f"{name} is a {type(found[name]).__name__}", f"give a raycp.{kind.__name__}(...)")
-        for name, kind in wanted.items()
-        if not isinstance(found[name], kind)
-    ]
-    if problems:
-        raise ConfigError.from_problems(problems)
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Setup:
-    """What was found out before anything was written or started."""
-
-    config: FitConfig
-    folder: Path
-    model: ModelSpec
-    model_config: Any
-    tokenizer: Any
-    device: DeviceSpec
-    cluster: ClusterHandle | None
-
-    @classmethod
-    def check(cls, model: Any, data: Any, output_dir: Any, tokenizer: Any, config: FitConfig) -> "_Setup":
-        """Raises:
-        ConfigError: listing every problem.
-        """
-        problems = config.problems()
-        folder, found = resolve_output_dir(output_dir)
-        problems += found if folder is None else folder_problems(folder)
-        spec, model_config, loaded, found = _check_model_and_tokenizer(model, tokenizer, config)
-        problems += found
-        for name, source in (("data", data), ("eval_data", config.eval_data)):
-            problems += _check_source(name, source, folder)
-        cluster, device, resolved, found = _check_cluster(config)
-        problems += found
-        if device is not None and model_config is not None and not problems:
-            problems += grid_problems(resolved, model_config, device=device.name, itemsize=_BYTES[resolved.dtype])
-        if problems or folder is None or spec is None or device is None:
-            if cluster is not None:
-                cluster.close()
-            raise one_error(problems)
-        return cls(
-            config=resolved,
-            folder=folder,
-            model=spec,
-            model_config=model_config,
-            tokenizer=loaded,
-            device=device,
-            cluster=cluster,
-        )
-
-
-def _check_model_and_tokenizer(
-    model: Any, tokenizer: Any, config: FitConfig
-) -> tuple[ModelSpec | None, Any, Any, list[Problem]]:
-    problems: list[Problem] = []
-    spec: ModelSpec | None = None
-    model_config: Any = None
-    loaded: Any = None
-    try:
-        spec = ModelSpec.of(model)
-        model_config = spec.load_config()
-        problems += check_model(model_config, 0, config.parallel)
-    except ModelError as error:
-        problems.append(Problem(error.message, error.fix, error))
-    try:
-        if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
-            if not hasattr(tokenizer, "save_pretrained"):
-                raise ModelError(
-                    f"tokenizer is a {type(tokenizer).__name__}",
-                    fix="give a folder, a hub id or a transformers tokenizer",
-                )
-            loaded = tokenizer
-        elif spec is not None:
-            loaded = spec.load_tokenizer(None if tokenizer is None else os.fspath(tokenizer))
-    except ModelError as error:
-        problems.append(Problem(error.message, error.fix, error))
-    if loaded is not None and model_config is not None and len(loaded) > model_config.vocab_size:
-        problems.append(
-            Problem(
-                f"the tokenizer has {len(loaded)} tokens, the model a vocabulary of {model_config.vocab_size}",
-                "give the model's own tokenizer, or a model whose embedding is large enough",
-            )
-        )
-    return spec, model_config, loaded, problems
-
-
-def _check_source(name: str, source: Any, folder: Path | None) -> list[Problem]:
-    """Files must exist and hold something; what their rows are is judged when they are read."""
-    if source is None and name == "data":
-        return [Problem("data is None", "give a path, a datasets.Dataset, or rows")]
-    paths = source if isinstance(source, list | tuple) else [source]
-    if not all(isinstance(p, str | os.PathLike) for p in paths):
-        return []
-    found = []
-    for path in paths:
-        try:
-            open_source(path, Path(os.devnull))
-        except DataError as error:
-            found.append(Problem(f"{name}: {error.message}", error.fix, error))
-        if folder is not None and _would_read(os.fspath(path), folder):
-            found.append(
-                Problem(
-                    f"{name}={os.fspath(path)!r} also takes in what raycp writes to output_dir {folder}, so the data "
-                    "would differ when the run continues",
-                    "put output_dir elsewhere, or name the data files",
-                )
-            )
-    return found
-
-
-def _would_read(name: str, folder: Path) -> bool:
-    """Whether a folder or pattern of data takes in files that a run writes to its output folder."""
-    path = Path(os.path.abspath(os.path.expanduser(name)))
-    if path.is_dir():
-        return path in (folder, *folder.parents)
-    if not glob.has_magic(name):
-        return False
-    head, stars, tail = str(path).partition("**")
-    if stars:
-        inside = Path(head) in (folder, *folder.parents)
-        return inside and any(PurePath(own).match(PurePath(tail).name or "*") for own in _OWN_FILES)
-    return any((folder / own).match(str(path)) for own in _OWN_FILES)
-
-
-def _check_cluster(config: FitConfig) -> tuple[ClusterHandle | None, DeviceSpec | None, FitConfig, list[Problem]]:
-    """Looks at the cluster in use, or at this machine where a local Ray will be started; fills in what was on auto."""
-    existing = will_use_existing_cluster()
-    cluster: ClusterHandle | None = None
-    try:
-        if existing:
-            cluster = connect(workers=None)
-        resources = total_resources() if existing else local_resources()
-        device = resolve_device(config.device, resources)
-    except ConfigError:  # no such device name: `config.problems()` lists it
-        return cluster, None, config, []
-    except ClusterError as error:
-        return cluster, None, config, [Problem(error.message, error.fix, error)]
-    found = capacity_problems(
-        config.workers, existing_cluster=existing, resources=resources, resource=device.ray_resource
-    )
-    if device.name not in KERNEL_DEVICES:
-        found.append(
-            Problem(
-                f"device={device.name!r}: this version has attention kernels for {', '.join(KERNEL_DEVICES)} only",
-                "set device='cpu'",
-            )
-        )
-    if found or config.problems():
-        return cluster, device, config, found
-    resolved = resolve_workers(config, resources=resources, resource=device.ray_resource)
-    dtype = device.dtype if config.dtype == "auto" else config.dtype
-    return cluster, device, dataclasses.replace(resolved, dtype=dtype, device=device.name), []
-
-
-def _run(setup: _Setup, data: Any) -> FitResult:
+def _run(setup: Setup, data: Any) -> FitResult:
     config, folder = setup.config, setup.folder
     for name in ("data", "eval_data"):
         remove_leftovers(folder / name)
@@ -331,7 +151,7 @@ def _run(setup: _Setup, data: Any) -> FitResult:
         return _result(folder, Outcome(status="finished", checkpoint=_newest(folder), export=folder / "export"))
     write_json(folder / "config.json", config.to_dict())
     _tokenizer_of_run(setup).save_pretrained(folder / "tokenizer")
-    cost = cost_model(config, setup.model_config, device=setup.device.name, itemsize=_BYTES[config.dtype])
+    cost = cost_model(config, setup.model_config, device=setup.device.name, itemsize=ITEMSIZE[config.dtype])
     spec = RunSpec(
         run_id=record.run_id,
         output_dir=str(folder),
@@ -344,7 +164,7 @@ def _run(setup: _Setup, data: Any) -> FitResult:
         activation_checkpointing=needs_checkpointing(
             config,
             setup.model_config,
-            itemsize=_BYTES[config.dtype],
+            itemsize=ITEMSIZE[config.dtype],
             accelerator=setup.device.ray_resource is not None,
             host_bytes=host_memory()[0],
         ),
@@ -383,7 +203,7 @@ def _run(setup: _Setup, data: Any) -> FitResult:
     return _result(folder, outcome)
 
 
-def _tokenizer_of_run(setup: _Setup) -> Any:
+def _tokenizer_of_run(setup: Setup) -> Any:
     """The tokenizer to export: it carries the chat template that the model is trained with."""
     if setup.config.data.chat_template is None:
         return setup.tokenizer
@@ -392,7 +212,7 @@ def _tokenizer_of_run(setup: _Setup) -> Any:
     return tokenizer
 
 
-def _prepare(setup: _Setup, data: Any, folder: Path, progress: Any) -> DocumentStore:
+def _prepare(setup: Setup, data: Any, folder: Path, progress: Any) -> DocumentStore:
     return prepare(
         data,
         setup.tokenizer,

@@ -337,6 +337,8 @@ def _check_optim(found: _Problems, o: OptimConfig) -> None:
     found.number("optim.eps", o.eps, above=0.0)
     found.number("optim.momentum", o.momentum, low=0.0, below=1.0)
     found.number("optim.min_lr_ratio", o.min_lr_ratio, low=0.0)
+    if len(o.betas) != 2:
+        found.add(f"optim.betas has {len(o.betas)} numbers", "set optim.betas to two numbers in [0, 1)")
     for i, beta in enumerate(o.betas):
         found.number(f"optim.betas[{i}]", beta, low=0.0, below=1.0)
 

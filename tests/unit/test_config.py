@@ -195,3 +195,8 @@ def test_sources_are_described_without_their_rows() -> None:
     assert describe_source(Path("a.jsonl")) == "a.jsonl"
     assert describe_source(["a", Path("b")]) == ["a", "b"]
     assert describe_source([{"text": "secret"}]) == "<builtins.list>"
+
+
+def test_betas_of_another_length_are_a_problem_not_a_crash_in_a_worker() -> None:
+    (problem,) = FitConfig(optim=OptimConfig(betas=(0.9,))).problems()  # type: ignore[arg-type]
+    assert "optim.betas has 1 numbers" in problem.message

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import raycp
-from raycp.api import _check_kinds, _would_read
+from raycp.preflight import _would_read, check_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,13 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_a_part_of_another_type_is_a_problem_not_a_crash(config: Any, words: list[str]) -> None:
     with pytest.raises(raycp.ConfigError) as caught:
-        _check_kinds(config)
+        check_kinds(config)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_configuration_of_the_right_types_passes() -> None:
-    _check_kinds(raycp.FitConfig())
+    check_kinds(raycp.FitConfig())
 
 
 @pytest.mark.parametrize(
