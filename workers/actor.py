@@ -24,7 +24,8 @@ from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerat
 from raycp.training.checkpoint import CheckpointReader, ShardRecord, write_shard
 from raycp.training.device import torch_device
 from raycp.training.export import export_hf
-from raycp.training.model import Heads, build_trainee
+from raycp.training.layers import AttentionLayers
+from raycp.training.model import build_trainee
 from raycp.training.optim import build_optimizer
 from raycp.training.state import export_state, import_state
 from workers.batch import Batcher
@@ -135,10 +136,10 @@ class TrainWorker:
                 optimizer=build_optimizer(trainee, spec.config.optim),
                 rank=groups.rendezvous.rank,
             )
-            self._train = self._open(spec.train, groups, trainee.heads, keep=spec.activation_checkpointing)
+            self._train = self._open(spec.train, groups, trainee.layers, keep=spec.activation_checkpointing)
             self._eval = None
             if spec.evaluation is not None:
-                self._eval = self._open(spec.evaluation, groups, trainee.heads, keep=False)
+                self._eval = self._open(spec.evaluation, groups, trainee.layers, keep=False)
             groups.learn_ports()
             gc.collect()
             gc.freeze()
@@ -156,7 +157,7 @@ class TrainWorker:
         self._guard(generation, body)
 
     def _open(
-        self, store_spec: StoreSpec, groups: ProcessGroups, heads: Heads, *, keep: bool
+        self, store_spec: StoreSpec, groups: ProcessGroups, layers: AttentionLayers, *, keep: bool
     ) -> tuple[PackLoader, Batcher]:
         config = self._spec.config
         store = DocumentStore.open(Path(store_spec.folder))
@@ -178,7 +179,7 @@ class TrainWorker:
             grid=rendezvous.grid,
             rank=rendezvous.rank,
             groups=groups.attention,
-            heads=heads,
+            layers=layers,
             layout=config.parallel.layout,
             algorithm=config.parallel.algorithm,
             kv_cache=config.parallel.kv_cache,

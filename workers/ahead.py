@@ -20,7 +20,7 @@ class Planned(NamedTuple):
     """A pack and how its attention is computed."""
 
     pack: Pack
-    plan: AttentionPlan
+    plan: AttentionPlan | dict[str, AttentionPlan]
 
 
 class PlanAhead:

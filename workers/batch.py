@@ -14,7 +14,7 @@ import torch
 from data_pipeline import Document, Pack, PackLoader, assign_packs, pack_documents, split_pack
 from raycp.attention import Carrier, Groups
 from raycp.plan import AttentionPlan, CostModel, RankGrid
-from raycp.training.model import Heads
+from raycp.training.layers import AttentionLayers, split_of
 from workers.ahead import PlanAhead, Planned
 
 
@@ -46,7 +46,7 @@ class Batcher:
         loader: the packs.
         grid, rank: who this rank is.
         groups: attention groups of the current generation.
-        heads: head counts of the model.
+        layers: attention layers of the model.
         layout, algorithm, kv_cache: of `ParallelConfig`.
         cost: figures that "auto" is decided by, the same on every rank; None: those of a CPU core.
         keep_attention: keep attention's output for the recomputation of a checkpointed layer.
@@ -61,7 +61,7 @@ class Batcher:
         grid: RankGrid,
         rank: int,
         groups: Groups,
-        heads: Heads,
+        layers: AttentionLayers,
         layout: str,
         algorithm: str,
         keep_attention: bool,
@@ -74,7 +74,7 @@ class Batcher:
         self._grid = grid
         self._dp_index, self._cp_rank = divmod(rank, grid.cp)
         self._groups = groups
-        self._heads = heads
+        self._layers = layers
         self._layout = layout
         self._algorithm = algorithm
         self._kv_cache = kv_cache
@@ -111,23 +111,22 @@ class Batcher:
 
     def _plan(self, pack_id: int | None) -> Planned:
         pack = _empty_pack() if pack_id is None else self._loader.pack(pack_id)
-        plan = AttentionPlan.build(
-            doc_ends=pack.doc_ends,
-            grid=self._grid,
+        plan = self._layers.plan(
+            pack.doc_ends,
+            self._grid,
             layout=self._layout,
             algorithm=self._algorithm,
-            num_heads=self._heads.num_heads,
-            num_kv_heads=self._heads.num_kv_heads,
             kv_cache=self._kv_cache,
             cost=self._cost,
         )
-        plan.program(self._cp_rank)  # made lazily: here, not in the step
+        for one in [plan] if isinstance(plan, AttentionPlan) else plan.values():
+            one.program(self._cp_rank)  # made lazily: here, not in the step
         return Planned(pack, plan)
 
     def _share(self, planned: Planned) -> MicroBatch:
         """What this rank holds of a pack."""
         pack, plan = planned
-        shard = split_pack(pack, plan, self._cp_rank)
+        shard = split_pack(pack, split_of(plan), self._cp_rank)
         carrier = Carrier(plan=plan, groups=self._groups, keep=self._keep, on_layer=self._on_layer)
         return MicroBatch(
             ids=self._tensor(shard.ids, torch.int64),

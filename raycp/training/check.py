@@ -84,15 +84,6 @@ def check_model(config: "PretrainedConfig", longest_document: int, parallel: Par
         for name, value in sorted(config.to_dict().items())
         if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and value > 0
     ]
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < longest_document:
-        found.append(
-            Problem(
-                f"{kind}: sliding window of {window} tokens, and the longest document has {longest_document}: "
-                "sliding windows are not available in this version",
-                f"keep documents to {window} tokens, or use a model without a sliding window",
-            )
-        )
     rope = _rope_type(config)
     if rope in _LENGTH_DEPENDENT_ROPE:
         found.append(

@@ -6,7 +6,6 @@ are fp32 masters, sharded by FSDP2 over dp x cp (or replicated); a tied weight i
 micro-batch together with norm and head. Ranks without tokens or targets take part in every collective.
 """
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,19 +18,12 @@ from raycp.attention import ATTENTION_NAME, Carrier, register_attention
 from raycp.errors import ModelError
 from raycp.training.collectives import P2PAllGather, PairwiseReduceScatter
 from raycp.training.device import compute_dtype
+from raycp.training.layers import AttentionLayers
 from raycp.training.loss import IGNORE, chunked_cross_entropy
 from raycp.training.mesh import replicated
 from raycp.training.sharding import held_rows
 from raycp.training.spec import ModelSpec
 from raycp.training.weights import empty_model, fill
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Head counts of the model, which attention plans need."""
-
-    num_heads: int
-    num_kv_heads: int
 
 
 class Trainee(nn.Module):
@@ -54,9 +46,9 @@ class Trainee(nn.Module):
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     @property
-    def heads(self) -> Heads:
-        query = int(self.lm.config.num_attention_heads)
-        return Heads(num_heads=query, num_kv_heads=int(getattr(self.lm.config, "num_key_value_heads", None) or query))
+    def layers(self) -> AttentionLayers:
+        """What attention plans need to know of the model."""
+        return AttentionLayers.of(self.lm.config)
 
     @property
     def config(self) -> PretrainedConfig:

@@ -36,15 +36,20 @@ EXTRA: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.4,
     },
-    "mistral": {"sliding_window": 64},
+    "mistral": {"sliding_window": None},
+    "mistral, window": {"sliding_window": 12},
     "qwen2": {"use_sliding_window": False, "sliding_window": 8},
+    "qwen2, window in one layer": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen3": {"head_dim": 16},
     "smollm3": {"no_rope_layers": [1, 0]},
     "starcoder2": {"sliding_window": None},
 }
 
 
-def config_of(model_type: str) -> Any:
+FAMILIES = (*SUPPORTED, "mistral, window", "qwen2, window in one layer")
+
+
+def config_of(family: str) -> Any:
     fields: dict[str, Any] = {
         "vocab_size": 97,
         "hidden_size": 32,
@@ -58,7 +63,7 @@ def config_of(model_type: str) -> Any:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return CONFIG_MAPPING[model_type](**{**fields, **EXTRA.get(model_type, {})})
+    return CONFIG_MAPPING[family.split(",")[0]](**{**fields, **EXTRA.get(family, {})})
 
 
 def second_document_only(change: bool) -> TestPack:
@@ -92,10 +97,10 @@ def run_families(rank: int, world_size: int, families: tuple[str, ...]) -> dict[
 
 @cache
 def results() -> list[dict[str, Any]]:
-    return run_ranks(run_families, 2, SUPPORTED, timeout=150)
+    return run_ranks(run_families, 2, FAMILIES, timeout=150)
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_the_plain_model_document_by_document(family: str) -> None:
     config = config_of(family)
     assert check_model(config, max(LENGTHS), ParallelConfig()) == []
@@ -108,7 +113,7 @@ def test_gradients_equal_the_plain_model_document_by_document(family: str) -> No
     assert difference(ranks[0][f"{family} exact"][1], want) < 1e-5
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_of_one_document_changes_nothing_in_another(family: str) -> None:
     assert (second_document_only(True).targets != IGNORE).sum() == LENGTHS[1] - 1
     for ours in results():
@@ -118,9 +123,20 @@ def test_a_token_of_one_document_changes_nothing_in_another(family: str) -> None
             assert all(torch.equal(base[1][n], changed[1][n]) for n in base[1])
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_leaked_document_is_seen(family: str) -> None:
     first = results()[0]
     base, changed = first[f"{family} leaked"], first[f"{family} leaked and changed"]
     assert not all(torch.equal(base[1][n], changed[1][n]) for n in base[1])
     assert difference(base[1], first[f"{family} base"][1]) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["mistral, window", "qwen2, window in one layer"])
+def test_a_window_that_is_not_honoured_is_seen(family: str) -> None:
+    """Planted fault: the plain model with full attention, against ours with its window."""
+    config = config_of(family)
+    config.sliding_window = None
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    loss = plain_loss(plain_model(config), [make_pack(LENGTHS, 7)])
+    assert abs(sum(r[f"{family} exact"][0] for r in results()) - loss.item()) > 1e-4

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from raycp.attention import Carrier, Groups, build_groups
 from raycp.attention.communicator import Communicator, Handle, Message
 from raycp.config import OptimConfig
-from raycp.plan import AttentionPlan, RankGrid
+from raycp.plan import RankGrid
+from raycp.training.layers import split_of
 from raycp.training.loss import IGNORE
 from raycp.training.mesh import build_mesh
 from raycp.training.model import Trainee, build_trainee
@@ -170,9 +171,8 @@ def micro_batch_loss(
 ) -> torch.Tensor:
     """This rank's share of the loss of one pack."""
     ends = (pack.doc_ends[-1],) if fault == "leaked document" else pack.doc_ends
-    heads = trainee.heads
-    plan = AttentionPlan.build(ends, grid, layout=layout, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
-    index = torch.from_numpy(plan.token_index(groups.cp_rank))
+    plan = trainee.layers.plan(ends, grid, layout=layout, algorithm="ring")
+    index = torch.from_numpy(split_of(plan).token_index(groups.cp_rank))
     carrier = Carrier(plan, groups, keep=trainee.activation_checkpointing)
     weights = None if pack.weights is None else pack.weights[index]
     loss: torch.Tensor = trainee(

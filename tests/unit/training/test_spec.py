@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from raycp.config import ParallelConfig
 from raycp.errors import ModelError
@@ -135,13 +135,6 @@ def test_every_problem_is_reported_with_its_numbers():
     assert "attention_dropout=0.1" in found[0]
     assert "300 tokens, and the model has 128 positions" in found[1]
     assert "ulysses=4" in found[2]
-
-
-def test_a_sliding_window_counts_when_documents_are_longer():
-    config = MistralConfig(sliding_window=64, max_position_embeddings=4096)
-    assert messages(config, longest=64) == []
-    assert "window of 64 tokens" in messages(config, longest=65)[0]
-    assert messages(Qwen2Config(use_sliding_window=False, sliding_window=64), longest=100) == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from raycp.attention import Groups
 from raycp.attention.communicator import LocalCommunicator
 from raycp.config import DataConfig
 from raycp.plan import RankGrid
-from raycp.training.model import Heads
+from raycp.training.layers import AttentionLayers
 from workers.batch import Batcher, MicroBatch
 
 
@@ -33,7 +33,9 @@ def batcher(loader: PackLoader, *, dp: int, cp: int, rank: int, **changed: Any) 
         grid=grid,
         rank=rank,
         groups=Groups(grid, rank, LocalCommunicator()),
-        heads=Heads(num_heads=4, num_kv_heads=2),
+        layers=AttentionLayers(
+            num_heads=4, num_kv_heads=2, kinds=("full_attention",), windows={"full_attention": None}
+        ),
         device=torch.device("cpu"),
         on_layer=lambda *_: None,
         **{**known, **changed},
