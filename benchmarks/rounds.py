@@ -1,8 +1,9 @@
 """Measures several ways to do the same on the ranks of a process group, in turn, round by round.
 
-Guarantees: all ways see the same machine, since a round runs each once and rounds repeat; a way begins on all ranks
-together (barrier) and its time is that of the slowest rank; processor time is the sum over ranks. Rounds before the
-first that counts warm up. On a machine that does other things too, minima and processor time say more than medians.
+Guarantees: all ways see the same machine, since a round runs each once, every round begins with another, and rounds
+repeat; a way begins on all ranks together (barrier) and its time is that of the slowest rank; processor time is the sum
+over ranks. Rounds before the first that counts warm up. On a machine that does other things too, minima and processor
+time say more than medians.
 """
 
 import gc
@@ -51,10 +52,13 @@ def interleave(ways: Mapping[str, Callable[[], object]], *, rounds: int, warm_up
     """
     world = dist.get_world_size()
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    names = list(ways)
     gc.collect()
     gc.disable()
     for turn in range(warm_up + rounds):
-        for name, way in ways.items():
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            way = ways[name]
             dist.barrier()
             began, cpu = time.perf_counter(), time.process_time()
             way()
