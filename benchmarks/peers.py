@@ -134,7 +134,7 @@ def one_process_by_document(doc_ends: tuple[int, ...]) -> Attention:
     lengths = [b - a for a, b in zip((0, *doc_ends), doc_ends, strict=False)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        documents = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+        documents = zip(*(torch.split(x, lengths, 2) for x in (q, k, v)), strict=True)
         return torch.cat([one_process(*document) for document in documents], 2)
 
     return attend
