@@ -60,16 +60,15 @@ _LAZY = {"fit": "raycp.api", "FitResult": "raycp.api"}
 def __getattr__(name: str) -> Any:
     """`fit` and `FitResult` bring ray and torch with them: loaded when first asked for (PEP 562)."""
     if name in _LAZY:
-        try:
-            return getattr(import_module(_LAZY[name]), name)
-        except ImportError as error:
-            _refuse_shadows(error)
-            raise
+        _refuse_shadows()
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'raycp' has no attribute {name!r}")
 
 
-def _refuse_shadows(error: ImportError) -> None:
-    """Raises:
+def _refuse_shadows() -> None:
+    """Looked at before the import: an editable installation finds our modules inside a user's package of their name.
+
+    Raises:
     ConfigError: a folder or file of the user's own has the name of one of our packages and comes first on the path.
     """
     for package, part in (("workers", "actor"), ("data_pipeline", "packing")):
@@ -79,4 +78,4 @@ def _refuse_shadows(error: ImportError) -> None:
             raise ConfigError(
                 f"{next(iter(places), spec.origin)} shadows raycp's package {package!r}",
                 fix=f"rename it: a folder or file named {package!r} must not come before raycp on the Python path",
-            ) from error
+            )
