@@ -7,7 +7,6 @@ seconds: a byte-pair tokenizer is trained on standard-library sources, and the m
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from jobs.stdlib_rows import source_files
 from raycp.config import FitConfig, OptimConfig
 from raycp.driver.cluster import connect, resolve_output_dir, total_resources, will_use_existing_cluster
 from raycp.errors import ConfigError
+from raycp.resolve import local_resources
 
 VOCABULARY = 4096
 LONG_SHARE = 0.6
@@ -174,10 +174,10 @@ def missing_accelerators(config: FitConfig) -> str | None:
         return None
     if will_use_existing_cluster():
         connect(workers=config.workers)
-        resources = total_resources()
-        found, where = {"npu": int(resources.get("NPU", 0)), "cuda": int(resources.get("GPU", 0))}, "the Ray cluster"
+        resources, where = total_resources(), "the Ray cluster"
     else:
-        found, where = {"npu": _count_devices(r"davinci\d+"), "cuda": _count_devices(r"nvidia\d+")}, "this machine"
+        resources, where = local_resources(), "this machine"
+    found = {"npu": int(resources.get("NPU", 0)), "cuda": int(resources.get("GPU", 0))}
     usable = {name: count for name, count in found.items() if config.device in ("auto", name)}
     wanted = config.workers or 1
     if max(usable.values()) >= wanted:
@@ -189,10 +189,6 @@ def missing_accelerators(config: FitConfig) -> str | None:
         f"fix: run on a cluster that has them, set --workers to what there is, "
         f"or take a preset that runs on CPU:\n{presets}"
     )
-
-
-def _count_devices(pattern: str) -> int:
-    return sum(re.fullmatch(pattern, path.name) is not None for path in Path("/dev").iterdir())
 
 
 def exact_document(tokenizer: Any, pieces: Iterable[tuple[str, str]], size: int) -> str:

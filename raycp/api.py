@@ -124,9 +124,7 @@ def _run(setup: Setup, data: Any) -> FitResult:
     problems = check_model(setup.model_config, longest, config.parallel)
     if problems:
         raise one_error(problems)
-    plan = plan_packs(
-        store.lengths, seq_length=config.seq_length, policy=config.data.packing, seed=config.seed, epoch=0
-    )
+    plan = _first_plan(store, config)
     schedule = StepSchedule(
         num_packs=len(plan.packs),
         global_batch=config.global_batch,
@@ -134,10 +132,10 @@ def _run(setup: Setup, data: Any) -> FitResult:
         steps=config.steps,
         family=plan.family,
     )
-    train = _store_spec(store, config, plan.hash)
+    fingerprint = setup.model.fingerprint()
     identity = identity_of(
         config,
-        model=setup.model.fingerprint(),
+        model=fingerprint,
         data=store.fingerprint,
         evaluation=None if evaluation is None else evaluation.fingerprint,
         plan=plan.hash,
@@ -156,7 +154,7 @@ def _run(setup: Setup, data: Any) -> FitResult:
         run_id=record.run_id,
         output_dir=str(folder),
         model=setup.model,
-        model_fingerprint=setup.model.fingerprint(),
+        model_fingerprint=fingerprint,
         tokenizer_folder=str(folder / "tokenizer"),
         device=setup.device,
         dtype=config.dtype,
@@ -170,8 +168,8 @@ def _run(setup: Setup, data: Any) -> FitResult:
         ),
         total_steps=schedule.total_steps,
         cost=cost,
-        train=train,
-        evaluation=None if evaluation is None else _eval_spec(evaluation, config),
+        train=_store_spec(store, config, plan),
+        evaluation=None if evaluation is None else _store_spec(evaluation, config, _first_plan(evaluation, config)),
     )
     choice = resolve_grid(config, setup.model_config, cost, packs=_typical_packs(plan, store))
     grid = choice.grid
@@ -223,20 +221,20 @@ def _prepare(setup: Setup, data: Any, folder: Path, progress: Any) -> DocumentSt
     )
 
 
-def _store_spec(store: DocumentStore, config: FitConfig, plan_hash: str, packing: str | None = None) -> StoreSpec:
+def _first_plan(store: DocumentStore, config: FitConfig) -> PackPlan:
+    """The packs of epoch 0."""
+    return plan_packs(
+        store.lengths, seq_length=config.seq_length, policy=config.data.packing, seed=config.seed, epoch=0
+    )
+
+
+def _store_spec(store: DocumentStore, config: FitConfig, plan: PackPlan) -> StoreSpec:
     return StoreSpec(
         folder=str(store.folder),
         fingerprint=store.fingerprint,
-        packing=packing or config.data.packing,
-        plan_hash=plan_hash,
+        packing=config.data.packing,
+        plan_hash=plan.hash,
     )
-
-
-def _eval_spec(store: DocumentStore, config: FitConfig) -> StoreSpec:
-    plan = plan_packs(
-        store.lengths, seq_length=config.seq_length, policy=config.data.packing, seed=config.seed, epoch=0
-    )
-    return _store_spec(store, config, plan.hash)
 
 
 def _typical_packs(plan: PackPlan, store: DocumentStore) -> list[list[int]]:

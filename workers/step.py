@@ -52,7 +52,7 @@ def run_step(
     """
     began = time.perf_counter()
     assigned = batcher.assigned(request.pack_ids)
-    weight = math.fsum(loader.weight(p) for p in request.pack_ids)
+    weight = loader.step_weight(request.pack_ids)
     scale = 1.0 / weight if weight > 0 else 0.0
     progress.begin("step", request.step, len(assigned))
     state.trainee.train()
@@ -105,7 +105,7 @@ def run_evaluation(
 ) -> EvalReport:
     """The loss sum of this rank over `pack_ids`, parameters untouched. Collective."""
     assigned = batcher.assigned(pack_ids)
-    weight = math.fsum(loader.weight(p) for p in pack_ids)
+    weight = loader.step_weight(pack_ids)
     progress.begin("eval", 0, len(assigned))
     state.trainee.eval()
     loss_sum = 0.0
