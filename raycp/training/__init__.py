@@ -12,6 +12,7 @@ collectives.py  FSDP2's all-gather and reduce-scatter by P2P, for gloo
 sharding.py     ShardSpan: rows of a named tensor; who holds which
 state.py        training state by logical offsets, out of and into any world size
 tensorfile.py   safetensors files written without a second copy in memory, with length and checksum
+manifest.py     what a committed step is, on disk and in memory; needs no torch
 checkpoint.py   sharded checkpoints, committed by a manifest
 export.py       a committed checkpoint as a plain Hugging Face folder
 
@@ -23,19 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycp.training.check import check_model, positions_limit
-    from raycp.training.checkpoint import (
-        CheckpointReader,
-        Manifest,
-        Newest,
-        ShardRecord,
-        commit,
-        newest,
-        prune,
-        step_folder,
-        write_shard,
-    )
+    from raycp.training.checkpoint import CheckpointReader, Newest, commit, newest, prune, step_folder, write_shard
     from raycp.training.device import DeviceSpec, host_memory, resolve_device, torch_device
     from raycp.training.export import export_hf
+    from raycp.training.manifest import Manifest, ShardRecord
     from raycp.training.mesh import build_mesh
     from raycp.training.model import Trainee, build_trainee
     from raycp.training.optim import build_optimizer, clip_by_global_norm, learning_rate, set_learning_rate
@@ -45,19 +37,10 @@ if TYPE_CHECKING:
 
 _HOME = {
     "check": ("check_model", "positions_limit"),
-    "checkpoint": (
-        "CheckpointReader",
-        "Manifest",
-        "Newest",
-        "ShardRecord",
-        "commit",
-        "newest",
-        "prune",
-        "step_folder",
-        "write_shard",
-    ),
+    "checkpoint": ("CheckpointReader", "Newest", "commit", "newest", "prune", "step_folder", "write_shard"),
     "device": ("DeviceSpec", "host_memory", "resolve_device", "torch_device"),
     "export": ("export_hf",),
+    "manifest": ("Manifest", "ShardRecord"),
     "mesh": ("build_mesh",),
     "model": ("Trainee", "build_trainee"),
     "optim": ("build_optimizer", "clip_by_global_norm", "learning_rate", "set_learning_rate"),

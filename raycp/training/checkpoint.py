@@ -10,97 +10,39 @@ and JSON only. Costs: verifying reads the whole checkpoint once (CRC-32, about 4
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from raycp.errors import CheckpointError
+from raycp.training.manifest import VERSION, Manifest, ShardEntry, ShardRecord, coverage_problem
 from raycp.training.sharding import ShardSpan
 from raycp.training.tensorfile import checksum_of, sync_folder, write_tensors
 
-VERSION = 1
+__all__ = [
+    "VERSION",
+    "CheckpointReader",
+    "Manifest",
+    "Newest",
+    "ShardEntry",
+    "ShardRecord",
+    "commit",
+    "committed_run",
+    "coverage_problem",
+    "discard_uncommitted",
+    "load_manifest",
+    "newest",
+    "prune",
+    "step_folder",
+    "verify",
+    "write_shard",
+]
+
 MANIFEST = "manifest.json"
 _FIX = "delete or move the folder aside: the checkpoint before it is used"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardEntry:
-    """Rows [start, stop) of tensor `name` (whole shape `shape`) in one shard file, under the key `name`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardRecord:
-    """One file of a checkpoint: what `write_shard` returns to whoever commits."""
-
-    file: str
-    bytes: int
-    crc32: int
-    entries: tuple[ShardEntry, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a committed step is.
-
-    Attributes:
-        step: optimizer steps done.
-        cursor: position in the data after this step.
-        plan_hash: of the pack plan that the cursor belongs to.
-        generation: of the process groups that wrote it.
-        run_id: of the run.
-        grid: how the ranks were arranged; information only, a state loads into any grid.
-        fingerprint: of model, data and configuration, compared on resume.
-        shards: every file.
-        extra: anything else, JSON-able.
-    """
-
-    step: int
-    cursor: dict[str, Any]
-    plan_hash: str
-    generation: int
-    run_id: str
-    grid: dict[str, int]
-    shards: tuple[ShardRecord, ...]
-    fingerprint: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-    version: int = VERSION
-
-    @property
-    def bytes(self) -> int:
-        return sum(s.bytes for s in self.shards)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> "Manifest":
-        """Raises:
-        CheckpointError: another version, or not a manifest.
-        """
-        if raw.get("version") != VERSION:
-            raise CheckpointError(
-                f"manifest version {raw.get('version')!r}, this raycp reads version {VERSION}",
-                fix="use the raycp that wrote the checkpoint",
-            )
-        try:
-            shards = tuple(
-                ShardRecord(
-                    file=s["file"],
-                    bytes=s["bytes"],
-                    crc32=s["crc32"],
-                    entries=tuple(ShardEntry(**{**e, "shape": tuple(e["shape"])}) for e in s["entries"]),
-                )
-                for s in raw["shards"]
-            )
-            return cls(**{**raw, "shards": shards})
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"not a manifest: {error!r}", fix=_FIX) from error
 
 
 class Newest(NamedTuple):
@@ -167,27 +109,6 @@ def commit(folder: Path, manifest: Manifest) -> Path:
     sync_folder(folder)
     sync_folder(folder.parent)
     return folder
-
-
-def coverage_problem(shards: Iterable[ShardRecord]) -> str:
-    """What is wrong with the rows of these shards together; "" when each tensor is covered once."""
-    spans: dict[str, list[ShardEntry]] = {}
-    for shard in shards:
-        for entry in shard.entries:
-            spans.setdefault(entry.name, []).append(entry)
-    if not spans:
-        return "no shard holds any tensor"
-    for name, entries in sorted(spans.items()):
-        if len({(e.shape, e.dtype) for e in entries}) > 1:
-            return f"{name} has several shapes or dtypes"
-        at = 0
-        for entry in sorted(entries, key=lambda e: e.start):
-            if entry.start != at:
-                return f"{name}: rows [{min(at, entry.start)}, {max(at, entry.start)}) are missing or given twice"
-            at = entry.stop
-        if at != entries[0].shape[0]:
-            return f"{name}: rows [{at}, {entries[0].shape[0]}) are missing"
-    return ""
 
 
 def load_manifest(folder: Path) -> Manifest:

@@ -1,0 +1,169 @@
+"""What a committed step is: its shards, their lengths, checksums and rows. The same on disk and in memory.
+
+Guarantees: no torch, no ray (keepers hold manifests and need neither); a manifest that was read has the types and the
+plain file names that it should have, whoever wrote it, so that it can neither run code nor point outside its folder;
+`coverage_problem` says whether shards give every row of every tensor exactly once. Costs nothing worth measuring: a
+few hundred bytes of JSON for each tensor and rank.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raycp.errors import CheckpointError
+
+VERSION = 1
+_FIX = "delete or move the folder aside: the checkpoint before it is used"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """Rows [start, stop) of tensor `name` (whole shape `shape`) in one shard file, under the key `name`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    stop: int
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ShardEntry":
+        """Raises:
+        CheckpointError: not the dict of an entry.
+        """
+        _exactly(raw, cls)
+        shape = raw["shape"]
+        entry = cls(**{**raw, "shape": tuple(shape) if isinstance(shape, list | tuple) else ()})
+        good = isinstance(entry.name, str) and isinstance(entry.dtype, str) and bool(entry.shape)
+        if not (good and all(map(_count, (*entry.shape, entry.start, entry.stop))) and entry.start <= entry.stop):
+            raise CheckpointError(f"not an entry of a shard: {dict(raw)!r}", fix=_FIX)
+        return entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """One file of a checkpoint, or one image in a keeper: what whoever wrote it hands to whoever commits."""
+
+    file: str
+    bytes: int
+    crc32: int
+    entries: tuple[ShardEntry, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; `from_dict` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ShardRecord":
+        """Raises:
+        CheckpointError: not the dict of a record, or a file name that is not a plain one.
+        """
+        _exactly(raw, cls)
+        entries = raw["entries"]
+        if not (isinstance(entries, list | tuple) and _count(raw["bytes"]) and _count(raw["crc32"])):
+            raise CheckpointError(f"not a record of a shard: {raw['file']!r}", fix=_FIX)
+        if not is_plain(raw["file"]):
+            raise CheckpointError(f"{raw['file']!r} is no file name of a shard", fix=_FIX)
+        return cls(**{**raw, "entries": tuple(ShardEntry.from_dict(e) for e in entries)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a committed step is.
+
+    Attributes:
+        step: optimizer steps done.
+        cursor: position in the data after this step.
+        plan_hash: of the pack plan that the cursor belongs to.
+        generation: of the process groups that wrote it.
+        run_id: of the run.
+        grid: how the ranks were arranged; information only, a state loads into any grid.
+        fingerprint: of model, data and configuration, compared on resume.
+        shards: every file.
+        extra: anything else, JSON-able.
+    """
+
+    step: int
+    cursor: dict[str, Any]
+    plan_hash: str
+    generation: int
+    run_id: str
+    grid: dict[str, int]
+    shards: tuple[ShardRecord, ...]
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    @property
+    def bytes(self) -> int:
+        return sum(s.bytes for s in self.shards)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """(step, generation): of two manifests of one run the greater one is the newer one."""
+        return self.step, self.generation
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; `from_dict` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "Manifest":
+        """Raises:
+        CheckpointError: another version, or not a manifest.
+        """
+        if not isinstance(raw, Mapping):
+            raise CheckpointError(f"not a manifest: {type(raw).__name__} instead of an object", fix=_FIX)
+        if raw.get("version") != VERSION:
+            raise CheckpointError(
+                f"manifest version {raw.get('version')!r}, this raycp reads version {VERSION}",
+                fix="use the raycp that wrote the checkpoint",
+            )
+        try:
+            manifest = cls(**{**raw, "shards": tuple(ShardRecord.from_dict(s) for s in raw["shards"])})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"not a manifest: {error!r}", fix=_FIX) from error
+        wrong = [name for name in ("step", "generation") if not _count(getattr(manifest, name))]
+        wrong += [name for name in ("plan_hash", "run_id") if not isinstance(getattr(manifest, name), str)]
+        wrong += [n for n in ("cursor", "grid", "fingerprint", "extra") if not isinstance(getattr(manifest, n), dict)]
+        if len({s.file for s in manifest.shards}) < len(manifest.shards):
+            wrong.append("shards (a file twice)")
+        if wrong:
+            raise CheckpointError(f"not a manifest: {', '.join(wrong)} cannot be right", fix=_FIX)
+        return manifest
+
+
+def is_plain(name: object) -> bool:
+    """True for a name that stays inside its folder: no separator, no `..`, nothing hidden."""
+    return isinstance(name, str) and name != "" and not name.startswith(".") and not set("/\\\0") & set(name)
+
+
+def coverage_problem(shards: Iterable[ShardRecord]) -> str:
+    """What is wrong with the rows of these shards together; "" when each tensor is covered once."""
+    spans: dict[str, list[ShardEntry]] = {}
+    for shard in shards:
+        for entry in shard.entries:
+            spans.setdefault(entry.name, []).append(entry)
+    if not spans:
+        return "no shard holds any tensor"
+    for name, entries in sorted(spans.items()):
+        if len({(e.shape, e.dtype) for e in entries}) > 1:
+            return f"{name} has several shapes or dtypes"
+        at = 0
+        for entry in sorted(entries, key=lambda e: e.start):
+            if entry.start != at:
+                return f"{name}: rows [{min(at, entry.start)}, {max(at, entry.start)}) are missing or given twice"
+            at = entry.stop
+        if at != entries[0].shape[0]:
+            return f"{name}: rows [{at}, {entries[0].shape[0]}) are missing"
+    return ""
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _exactly(raw: object, cls: type) -> None:
+    fields = set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    if not isinstance(raw, Mapping) or set(raw) != fields:
+        raise CheckpointError(f"not the dict of a {cls.__name__}: {raw!r:.200}", fix=_FIX)
