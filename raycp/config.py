@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ TRAIN_ON = ("auto", "assistant", "last_assistant", "completion", "all")
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
 RESUMES = ("auto", "never", "must")
+ON_LOSS = ("auto", "shrink", "wait", "stop")
 CHECKPOINTING = ("auto", "full", "none")
 
 
@@ -33,8 +35,10 @@ CHECKPOINTING = ("auto", "full", "none")
 class ParallelConfig:
     """How a pack and the packs of a step are spread over the workers: workers = dp * cp, cp = ulysses * ring."""
 
-    cp: int | Literal["auto"] = "auto"
-    """Context-parallel ranks that share one pack. "auto": all workers that dp leaves."""
+    cp: int | tuple[int, int] | Literal["auto"] = "auto"
+    """Context-parallel ranks that share one pack. A number stays, whatever is lost (dp gives way); a pair (lowest,
+    highest) starts at the highest that the workers give, and may shrink and grow back. "auto": all workers that dp
+    leaves, and as a pair from 1 to that when workers are lost."""
     dp: int | Literal["auto"] = "auto"
     """Data-parallel replicas. "auto": workers / cp."""
     algorithm: str = "auto"
@@ -94,18 +98,28 @@ class ElasticConfig:
     """What is saved when, and what a lost worker does to the run."""
 
     min_workers: int = 1
+    """Fewest workers that the run goes on with."""
     max_workers: int | None = None
+    """Most workers that the run grows to where capacity appears; None: as many as it was started with."""
     spares: int = 0
+    """Workers that are started, warm and idle, and take the place of a lost one at once."""
     on_loss: str = "auto"
+    """"auto": a spare if there is one, else a smaller world at once if its memory fits (and back when a replacement is
+    warm), else wait. "shrink": never wait. "wait": keep the size, wait for a replacement. "stop": end the run."""
     heartbeat_timeout: float = 30.0
-    """Seconds without progress inside a collective after which a rank's own operations give up."""
+    """Seconds after which a rank that does not answer, or whose counters stand still inside a step, counts as lost."""
     wait_for_capacity: float = 600.0
-    """Seconds that a run waits for the cluster to have the workers that it asked for."""
+    """Seconds that a run waits for the cluster to have the workers that it asked for, or has to have."""
     snapshot_every: int = 1
+    """Steps between copies of the state in the memory of two nodes. A step is committed by its copy."""
     checkpoint_every: int = 50
     """Steps between checkpoints on storage; the last step always writes one."""
+    checkpoint_dir: str | None = None
+    """Where checkpoints go: an absolute path, or a URL that fsspec knows. None: `checkpoints` in output_dir."""
     keep: int = 3
     """Newest checkpoints that are kept."""
+    keeper_ttl: float = 600.0
+    """Seconds that copies in memory outlive their driver; then they are written to storage and given up."""
     resume: str = "auto"
     """"auto": continue if `output_dir` holds this run. "must": fail if it does not. "never": fail if it does."""
 
@@ -157,7 +171,7 @@ class FitConfig:
         _check_parallel(found, self.parallel, self.workers)
         _check_data(found, self.data)
         _check_optim(found, self.optim)
-        _check_elastic(found, self.elastic)
+        _check_elastic(found, self.elastic, self.workers)
         return found.items
 
     def validate(self) -> None:
@@ -231,7 +245,9 @@ class _Problems:
 
 def _check_parallel(found: _Problems, p: ParallelConfig, workers: int | None) -> None:
     for name, value in (("cp", p.cp), ("dp", p.dp), ("ulysses", p.ulysses)):
-        if value != "auto":
+        if name == "cp" and isinstance(value, tuple | list):
+            _check_range(found, value)
+        elif value != "auto":
             found.integer(f"parallel.{name}", value, 1)
     found.choice("parallel.algorithm", p.algorithm, ALGORITHMS)
     found.choice("parallel.layout", p.layout, LAYOUTS)
@@ -241,10 +257,37 @@ def _check_parallel(found: _Problems, p: ParallelConfig, workers: int | None) ->
     workers = workers if isinstance(workers, int) and workers >= 1 else None
     cp = p.cp if isinstance(p.cp, int) and p.cp >= 1 else None
     dp = p.dp if isinstance(p.dp, int) and p.dp >= 1 else None
-    if workers is not None:
+    if workers is not None and isinstance(p.cp, tuple | list):
+        cp = _degree_of_range(found, workers, p.cp, dp)
+    elif workers is not None:
         _check_world(found, workers, cp, dp)
         cp = cp or (workers // dp if dp and workers % dp == 0 else None if dp else workers)
     _check_algorithm(found, p, cp)
+
+
+def _check_range(found: _Problems, cp: Sequence[object]) -> None:
+    good = len(cp) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in cp)
+    if not good or not cp[0] <= cp[1]:  # type: ignore[operator]
+        found.add(
+            f"parallel.cp={tuple(cp)!r} is not a pair (lowest, highest) of whole numbers of at least 1",
+            "set parallel.cp to a number, to a pair such as (2, 8), or to 'auto'",
+        )
+
+
+def _degree_of_range(found: _Problems, workers: int, cp: Sequence[Any], dp: int | None) -> int | None:
+    """The highest degree of the pair that uses all workers; a problem if there is none."""
+    try:
+        low, high = (int(n) for n in cp)
+    except (TypeError, ValueError):  # `_check_range` lists it
+        return None
+    good = [c for c in range(high, low - 1, -1) if workers % c == 0 and (dp is None or workers // c == dp)]
+    if not good:
+        found.add(
+            f"parallel.cp=({low}, {high}) with workers={workers} and parallel.dp={dp or 'auto'}: no degree of the pair "
+            "uses all workers",
+            "set workers to a multiple of a degree in the pair, or widen parallel.cp",
+        )
+    return good[0] if good else None
 
 
 def _check_world(found: _Problems, workers: int, cp: int | None, dp: int | None) -> None:
@@ -343,9 +386,9 @@ def _check_optim(found: _Problems, o: OptimConfig) -> None:
         found.number(f"optim.betas[{i}]", beta, low=0.0, below=1.0)
 
 
-def _check_elastic(found: _Problems, e: ElasticConfig) -> None:
+def _check_elastic(found: _Problems, e: ElasticConfig, workers: int | None) -> None:
     found.choice("elastic.resume", e.resume, RESUMES)
-    found.choice("elastic.on_loss", e.on_loss, ("auto", "stop"))
+    found.choice("elastic.on_loss", e.on_loss, ON_LOSS)
     found.integer("elastic.min_workers", e.min_workers, 1)
     found.integer("elastic.max_workers", e.max_workers, 1, none=True)
     found.integer("elastic.spares", e.spares, 0)
@@ -354,5 +397,17 @@ def _check_elastic(found: _Problems, e: ElasticConfig) -> None:
     found.integer("elastic.keep", e.keep, 1)
     found.number("elastic.heartbeat_timeout", e.heartbeat_timeout, above=0.0)
     found.number("elastic.wait_for_capacity", e.wait_for_capacity, low=0.0)
-    if e.spares:
-        found.add(f"elastic.spares={e.spares}: spares are not available in this version", "set elastic.spares=0")
+    found.number("elastic.keeper_ttl", e.keeper_ttl, above=0.0)
+    place = e.checkpoint_dir
+    if place is not None and not (isinstance(place, str) and (place.startswith("/") or "://" in place)):
+        found.add(
+            f"elastic.checkpoint_dir={place!r} is neither an absolute path nor a URL",
+            "give a path from the root, a URL such as s3://bucket/folder, or None for output_dir/checkpoints",
+        )
+    bounds = (("min_workers", e.min_workers, workers), ("max_workers", workers, e.max_workers))
+    for name, low, high in bounds:
+        if isinstance(low, int) and isinstance(high, int) and low > high:
+            found.add(
+                f"elastic.{name}={getattr(e, name)} with workers={workers}: the run starts outside its own limits",
+                f"set elastic.{name} to {workers}, or change workers",
+            )

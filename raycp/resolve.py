@@ -12,10 +12,12 @@ from typing import Any
 from raycp.config import FitConfig
 from raycp.errors import PlanError, Problem
 from raycp.plan import CostModel, GridChoice, RankGrid, choose_grid, ring_warning
+from raycp.plan.resize import WorldLimits
 
 _SAVED_PER_LAYER_HIDDEN = 10
 _SAVED_PER_LAYER_INNER = 4
 _SHARE_OF_MEMORY = 0.25
+_STATE_COPIES = 4  # parameters, gradients and two moments, fp32
 
 
 def capacity_problems(
@@ -63,12 +65,56 @@ def resolve_workers(config: FitConfig, *, resources: Mapping[str, float], resour
     cp = p.cp if isinstance(p.cp, int) else None
     dp = p.dp if isinstance(p.dp, int) else None
     workers = config.workers
+    if isinstance(p.cp, tuple | list):
+        workers = workers or (have if resource else p.cp[1] * (dp or 1))
+        cp = next((c for c in range(p.cp[1], p.cp[0] - 1, -1) if workers % c == 0 and dp in (None, workers // c)), None)
     if workers is None:
         workers = cp * dp if cp and dp else cp or dp or (have if resource else 1) or 1
     if cp is None:
         cp = max(1, workers // (dp or 1))
     parallel = dataclasses.replace(p, cp=cp, dp=dp or max(1, workers // cp))
     return dataclasses.replace(config, workers=workers, parallel=parallel)
+
+
+def world_limits(asked: FitConfig, resolved: FitConfig) -> WorldLimits:
+    """What the run may shrink and grow to.
+
+    Args:
+        asked: as the user gave it.
+        resolved: of `resolve_workers`: with workers, cp and dp as numbers.
+    """
+    p, q, e = asked.parallel, resolved.parallel, asked.elastic
+    assert isinstance(q.cp, int)
+    assert isinstance(q.dp, int)
+    workers = resolved.workers or q.cp * q.dp
+    most = e.max_workers or workers
+    cp = (q.cp, q.cp) if isinstance(p.cp, int) else (1, max(q.cp, most // q.dp))
+    if isinstance(p.cp, tuple | list):
+        cp = (p.cp[0], p.cp[1])
+    dp = q.dp
+    if p.dp == "auto" and isinstance(p.cp, int):  # more replicas than packs of a step would idle
+        dp = max(q.dp, min(most // q.cp, asked.global_batch))
+    return WorldLimits(cp=cp, dp=(1, dp), workers=(min(e.min_workers, workers), most), wanted=(q.dp, q.cp))
+
+
+def rank_bytes(config: FitConfig, model: Any, grid: RankGrid, *, itemsize: int, recompute: bool) -> int:
+    """Bytes of memory that a rank of a world takes: state, and the activations of one pack's share. An estimate.
+
+    Args:
+        config: resolved.
+        model: transformers configuration.
+        grid: the world.
+        itemsize: bytes of the compute dtype.
+        recompute: layers are recomputed in backward.
+    """
+    hidden, layers = int(model.hidden_size), int(model.num_hidden_layers)
+    inner = int(getattr(model, "intermediate_size", 4 * hidden))
+    gathered = _layer_weights(model) + int(model.vocab_size) * hidden
+    share = grid.world_size if config.parallel.shard == "full" else 1
+    state = 4 * _all_weights(model) * _STATE_COPIES // share + itemsize * gathered
+    width = _SAVED_PER_LAYER_HIDDEN * hidden + _SAVED_PER_LAYER_INNER * inner
+    kept = (2 * hidden * layers + width) if recompute else width * layers
+    return state + -(-config.seq_length // grid.cp) * kept * itemsize
 
 
 def cost_model(config: FitConfig, model: Any, *, device: str, itemsize: int) -> CostModel:
@@ -83,16 +129,13 @@ def cost_model(config: FitConfig, model: Any, *, device: str, itemsize: int) -> 
     Raises:
         PlanError: `config.parallel.cost` names no table, or no figure.
     """
-    hidden, (heads, kv_heads) = int(model.hidden_size), _heads(model)
-    head_dim = int(getattr(model, "head_dim", None) or hidden // heads)
-    inner = int(getattr(model, "intermediate_size", 4 * hidden))
-    weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+    head_dim = _head_dim(model)
     return dataclasses.replace(
         CostModel.named(config.parallel.cost, device=device),
         head_dim=head_dim,
         value_dim=head_dim,
         itemsize=itemsize,
-        linear_flops=2.0 * weights,
+        linear_flops=2.0 * _layer_weights(model),
     )
 
 
@@ -142,6 +185,28 @@ def grid_problems(config: FitConfig, model: Any, *, device: str, itemsize: int) 
     except PlanError as error:
         return [Problem(error.message, error.fix, error)]
     return []
+
+
+def _head_dim(model: Any) -> int:
+    return int(getattr(model, "head_dim", None) or int(model.hidden_size) // _heads(model)[0])
+
+
+def _layer_weights(model: Any) -> int:
+    """Weights of one layer's projections and MLP."""
+    hidden, (heads, kv_heads) = int(model.hidden_size), _heads(model)
+    inner = int(getattr(model, "intermediate_size", 4 * hidden))
+    return hidden * _head_dim(model) * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+
+
+def _all_weights(model: Any) -> int:
+    embedding = int(model.vocab_size) * int(model.hidden_size)
+    tied = bool(getattr(model, "tie_word_embeddings", False))
+    return int(model.num_hidden_layers) * _layer_weights(model) + embedding * (1 if tied else 2)
+
+
+def state_bytes(model: Any, optimizer: str) -> int:
+    """Bytes of the fp32 training state that has to be saved: parameters and moments. An estimate."""
+    return 4 * _all_weights(model) * (3 if optimizer == "adamw" else 2)
 
 
 def _heads(model: Any) -> tuple[int, int]:
