@@ -8,7 +8,7 @@ no protection against forgery.
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,22 +25,22 @@ _DTYPES = {
 _BLOCK = 1 << 24
 
 
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    load: Callable[[str], torch.Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> tuple[int, int]:
-    """Writes `path`.
+Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""{name: (shape, dtype)} of a file."""
+
+
+def tensor_chunks(
+    tensors: Tensors, load: Callable[[str], torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file in order: its header, then one chunk per tensor that has elements.
 
     Args:
-        path: the file; overwritten if it exists.
-        tensors: {name: (shape, dtype)}.
+        tensors: what the file holds.
         load: gives the tensor of a name, any device, when its turn comes.
         metadata: strings for the header.
 
-    Returns:
-        (bytes, CRC-32) of the whole file.
+    Raises:
+        ValueError: `load` gave another shape or dtype than announced.
     """
     order = sorted(tensors, key=lambda n: (-tensors[n][1].itemsize, n))  # wide types first keeps every offset aligned
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -52,27 +52,30 @@ def write_tensors(
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        shape, dtype = tensors[name]
+        tensor = load(name).detach()
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+            raise ValueError(f"{name}: {tensor.dtype}{tuple(tensor.shape)} where {dtype}{tuple(shape)} was announced")
+        flat = tensor.to("cpu").contiguous().view(-1)
+        if flat.numel():
+            yield flat.view(torch.uint8).numpy().data
+
+
+def write_tensors(
+    path: Path, tensors: Tensors, load: Callable[[str], torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[int, int]:
+    """Writes `path`, overwriting it if it exists; arguments as those of `tensor_chunks`.
+
+    Returns:
+        (bytes, CRC-32) of the whole file.
+    """
+    written = checksum = 0
     with path.open("wb") as file:
-        checksum = 0
-        written = 0
-
-        def put(data: bytes | memoryview) -> None:
-            nonlocal checksum, written
-            checksum = zlib.crc32(data, checksum)
-            written += file.write(data)
-
-        put(len(text).to_bytes(8, "little"))
-        put(text)
-        for name in order:
-            shape, dtype = tensors[name]
-            tensor = load(name).detach()
-            if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-                raise ValueError(
-                    f"{name}: {tensor.dtype}{tuple(tensor.shape)} where {dtype}{tuple(shape)} was announced"
-                )
-            flat = tensor.to("cpu").contiguous().view(-1)
-            if flat.numel():
-                put(flat.view(torch.uint8).numpy().data)
+        for chunk in tensor_chunks(tensors, load, metadata):
+            checksum = zlib.crc32(chunk, checksum)
+            written += file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
     return written, checksum
