@@ -133,6 +133,11 @@ class Manifest:
         return manifest
 
 
+def shard_file(generation: int, rank: int) -> str:
+    """Name of a rank's file: the generation is part of it, so that a rank of an older one overwrites nothing."""
+    return f"shard-g{generation:04d}-{rank:05d}.safetensors"
+
+
 def is_plain(name: object) -> bool:
     """True for a name that stays inside its folder: no separator, no `..`, nothing hidden."""
     return isinstance(name, str) and name != "" and not name.startswith(".") and not set("/\\\0") & set(name)

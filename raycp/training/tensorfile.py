@@ -6,9 +6,11 @@ no protection against forgery.
 """
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,6 +31,48 @@ Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """{name: (shape, dtype)} of a file."""
 
 
+@dataclass(frozen=True)
+class ImageLayout:
+    """Where everything lies in a safetensors file, known before a byte of it exists.
+
+    Attributes:
+        header: the first bytes of the file.
+        places: {name: (start, stop)}, bytes from the start of the file, in the order of the file.
+        total: bytes of the whole file.
+    """
+
+    header: bytes
+    places: Mapping[str, tuple[int, int]]
+    total: int
+
+
+def image_layout(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> ImageLayout:
+    """The layout that `tensor_chunks` writes: a pure function of its arguments, every tensor aligned to its items.
+
+    Args:
+        tensors: what the file holds.
+        metadata: strings for the header.
+    """
+    order = sorted(tensors, key=lambda n: (-tensors[n][1].itemsize, n))  # wide types first keeps every offset aligned
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    spans: list[tuple[str, int, int]] = []
+    for name in order:
+        shape, dtype = tensors[name]
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        spans.append((name, offset, offset + size))
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    return ImageLayout(
+        header=len(text).to_bytes(8, "little") + text,
+        places={name: (first + start, first + stop) for name, start, stop in spans},
+        total=first + offset,
+    )
+
+
 def tensor_chunks(
     tensors: Tensors, load: Callable[[str], torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
@@ -42,18 +86,9 @@ def tensor_chunks(
     Raises:
         ValueError: `load` gave another shape or dtype than announced.
     """
-    order = sorted(tensors, key=lambda n: (-tensors[n][1].itemsize, n))  # wide types first keeps every offset aligned
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name in order:
-        shape, dtype = tensors[name]
-        size = torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
+    layout = image_layout(tensors, metadata)
+    yield layout.header
+    for name in layout.places:
         shape, dtype = tensors[name]
         tensor = load(name).detach()
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
