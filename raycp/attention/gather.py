@@ -18,7 +18,7 @@ import torch
 
 from raycp.attention.call import AttentionCall, Tensors
 from raycp.attention.exchange import Block, Returning, fetch
-from raycp.plan import Step
+from raycp.plan import Step, query_runs
 
 
 def forward(
@@ -66,13 +66,14 @@ def backward(
                 dout[:, heads], q[:, heads], turn.k, turn.v, out[:, heads], lse[:, heads], step.slices, call.scale
             )
             call.stats.kernel_backward_calls += 1
-            dq[:, heads] += part
+            for rows in query_runs(step.slices):
+                dq[rows, heads] += part[rows]
             share = tuple(both)
             for total, x in zip(totals, share, strict=True):
                 if step.index == 0:
                     total += x
-                for rows, place in step.own:
-                    total[rows.start : rows.stop] += x[place.start : place.stop]
+                for held, place in step.own:
+                    total[held.start : held.stop] += x[place.start : place.stop]
         if flying is not None:
             flying[0].add_to(flying[1])
             flying = None

@@ -12,6 +12,7 @@ is imported); executors in `raycp.attention` obey a plan and decide nothing.
 * `rows`: sets of rows
 * `program`: what one rank does in each step: rows to move, slices to compute
 * `ring`, `gather`: the programs of the ring (single and double), and of one exchange
+* `halves`: what of its own block a rank computes last in backward
 * `kinds`: plans of a model whose layers differ
 * `attention_plan`: `AttentionPlan`, which puts these together for one pack
 * `checks`: what is refused, and why
@@ -27,8 +28,8 @@ from raycp.plan.cost import CostModel
 from raycp.plan.grid import RankGrid
 from raycp.plan.heads import HeadShare, head_shares
 from raycp.plan.kinds import plans_by_kind
-from raycp.plan.program import RankProgram, Step, Transfer
-from raycp.plan.ranges import MaskKind, Range, Slice
+from raycp.plan.program import OwnPart, RankProgram, Step, Transfer
+from raycp.plan.ranges import MaskKind, Range, Slice, query_runs
 
 __all__ = [
     "AttentionPlan",
@@ -36,6 +37,7 @@ __all__ = [
     "GridChoice",
     "HeadShare",
     "MaskKind",
+    "OwnPart",
     "Range",
     "RankGrid",
     "RankProgram",
@@ -45,5 +47,6 @@ __all__ = [
     "choose_grid",
     "head_shares",
     "plans_by_kind",
+    "query_runs",
     "ring_warning",
 ]

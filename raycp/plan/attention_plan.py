@@ -26,7 +26,7 @@ from raycp.plan.ring import ring_program
 ALGORITHMS = ("ring", "ulysses", "hybrid", "allgather")
 MASKS = ("causal", "full")
 KV_CACHES = ("none", "half", "full")
-VERSION = 2
+VERSION = 3
 """Enters the hash: raised when the same arguments begin to give another plan."""
 
 

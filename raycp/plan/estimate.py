@@ -131,7 +131,9 @@ def count(
         calls[:, k] += np.where(np.arange(size) == k, 0, called)
         elsewhere += np.where(owner == k, 0, visible)
     rows[own] = queries[own] = 0
-    needing = elsewhere > 0
+    joined = (owner[1:] == owner[:-1]) & (document[1:] == document[:-1]) & (start[1:] == start[:-1] + length[:-1])
+    run = np.cumsum(np.append(True, ~joined)[: len(owner)]) - 1  # neighbouring pieces are one run of queries
+    needing = _sums(run, elsewhere, len(run))[run] > 0
     tokens, remote_total = np.array([s.num_tokens for s in shards], dtype=np.float64), total[part]
     return Counts(
         tokens,

@@ -46,7 +46,8 @@ class Step:
         returns: dK/dV rows that leave, as rows of the block.
         collects: dK/dV rows that arrive, as rows of block `into`, to whose gradient they are added.
         into: step of that block.
-        settled: gradients of the block are complete, and posted, after the computation of this step.
+        settled: gradients of the block are complete, and posted, after the computation of this step (those of `outer`
+            blocks after those that are added to them).
         outer: between the windows of a double ring.
     """
 
@@ -83,11 +84,24 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnPart:
+    """Slices of the own shard that backward computes at a time: rows `keys` of K and V, from which keys are counted."""
+
+    keys: Range
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankProgram:
-    """All steps of one rank, and the number of tokens it holds."""
+    """All steps of one rank, and the number of tokens it holds.
+
+    `own`: () if backward computes the slices of step 0 at once; else two parts of them, the second of which backward
+    computes after all other steps, while the last gradients travel.
+    """
 
     num_tokens: int
     steps: tuple[Step, ...]
+    own: tuple[OwnPart, ...] = ()
 
     @property
     def area(self) -> int:

@@ -4,10 +4,14 @@ Guarantees: an object that exists is well formed (bounds in order, causal and di
 executors and kernels need no checks of their own. Costs about a microsecond per object.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from raycp.errors import PlanError
+
+NEAR = 64
+"""Rows between two runs of queries that are worth less than treating the runs one by one."""
 
 
 class MaskKind(Enum):
@@ -89,6 +93,45 @@ class Slice:
                 return num_q
             case MaskKind.BAND:
                 return _below(num_q, num_k, self.upper) - _below(num_q, num_k, self.lower - 1)
+
+    def cut(self, rows: int) -> tuple["Slice", "Slice"]:
+        """The first `rows` queries, and the others; `0 < rows < q_stop - q_start`. Keys that none sees are left out."""
+        match self.kind:
+            case MaskKind.FULL:
+                low, high = -(self.q_stop - self.q_start), self.k_stop - self.k_start
+            case MaskKind.BAND:
+                low, high = self.lower, self.upper
+            case MaskKind.CAUSAL:
+                low, high = -(self.q_stop - self.q_start), 0
+            case MaskKind.DIAGONAL:
+                low = high = 0
+        return self._part(0, rows, low, high), self._part(rows, self.q_stop - self.q_start, low, high)
+
+    def _part(self, first: int, stop: int, low: int, high: int) -> "Slice":
+        """Queries [first, stop) of the block, whose keys j of query i are those with `low <= j - i <= high`."""
+        start, end = max(0, first + low), min(self.k_stop - self.k_start, stop + high)
+        kind = self.kind
+        if kind is MaskKind.CAUSAL and first:
+            kind = MaskKind.BAND
+        lower, upper = (low + first - start, high + first - start) if kind is MaskKind.BAND else (0, 0)
+        if kind is MaskKind.BAND and self.kind is MaskKind.CAUSAL:
+            lower = 1 - (stop - first)
+        return Slice(
+            self.q_start + first, self.q_start + stop, self.k_start + start, self.k_start + end, kind, lower, upper
+        )
+
+
+def query_runs(slices: Sequence[Slice]) -> Iterator[slice]:
+    """Rows of the queries of `slices` (in ascending order), in runs that have up to `NEAR` rows of no slice inside."""
+    start = stop = -1
+    for s in slices:
+        if start < 0 or s.q_start > stop + NEAR:
+            if start >= 0:
+                yield slice(start, stop)
+            start, stop = s.q_start, s.q_stop
+        stop = max(stop, s.q_stop)
+    if start >= 0:
+        yield slice(start, stop)
 
 
 def _below(num_q: int, num_k: int, bound: int) -> int:

@@ -15,6 +15,9 @@ before it is needed; and a rank holds three blocks at most: in use, arriving fro
 other window. (To pass blocks on between windows too would hold a fourth while it is sent, and move rows that only
 farther windows need.) Gradients of a passed block go to the rank of the window that pulled it, which sends their sum to
 the owner.
+
+In backward the last gradients that return would have nothing to hide behind: part of the own block is computed after
+them (`raycp.plan.halves`).
 """
 
 from collections.abc import Sequence
@@ -23,6 +26,7 @@ from functools import cache
 import numpy as np
 
 from raycp.plan.blocks import Blocks, own_blocks, prefix_blocks, window_blocks
+from raycp.plan.halves import own_parts
 from raycp.plan.layout import Shard
 from raycp.plan.program import RankProgram, Step, Transfer
 from raycp.plan.ranges import MaskKind
@@ -40,6 +44,9 @@ class _Pairs:
         self._window = window
         self.blocks = cache(self._blocks)
         self.needed = cache(lambda receiver, owner: self.blocks(receiver, owner).needed())
+
+    def __len__(self) -> int:
+        return len(self._shards)
 
     def _blocks(self, receiver: int, owner: int) -> Blocks:
         q, k = self._shards[receiver], self._shards[owner]
@@ -79,7 +86,7 @@ def ring_program(
         steps.append(_pull(s, pairs, rank, source, target, pairs.needed(rank, source), pairs.needed(target, rank)))
     for outer in range(1, size // inner):
         steps += _outer_steps(pairs, rank, outer, inner, size)
-    return RankProgram(shards[rank].num_tokens, tuple(steps))
+    return RankProgram(shards[rank].num_tokens, tuple(steps), own_parts(steps))
 
 
 def _pull(
@@ -94,7 +101,7 @@ def _pull(
         posted=index - ahead,
         returns=_transfer(source, incoming.inside(incoming)),
         collects=_transfer(target, outgoing),
-        settled=index if ahead == 1 else index + ahead,
+        settled=index if ahead == 1 else min(index + ahead, len(pairs) - 1),
         outer=ahead > 1,
     )
 

@@ -28,7 +28,8 @@ class Kernel(Protocol):
             scale: factor of the scores.
 
         Returns:
-            out [t, H, Dv] fp32 and the log-sum-exp of each row [t, H] fp32; rows in no slice are 0 and -inf.
+            out [t, H, Dv] fp32 and the log-sum-exp of each row [t, H] fp32. Rows in no slice are 0 and -inf between
+            the first and the last row of `slices`, and anything before and after them: they cost nothing.
         """
         ...
 
@@ -56,6 +57,6 @@ class Kernel(Protocol):
             scale: factor of the scores.
 
         Returns:
-            dq [t, H, D], dk [s, K, D], dv [s, K, Dv], fp32.
+            dq [t, H, D], dk [s, K, D], dv [s, K, Dv], fp32. Rows of dq in no slice are 0 or anything, as in `forward`.
         """
         ...

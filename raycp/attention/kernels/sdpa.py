@@ -35,9 +35,9 @@ class CpuFlashKernel:
         """See `Kernel.forward`."""
         value_dim = v.shape[-1]
         q, k, v = _same_width(q, k, v)
-        out = q.new_zeros(len(q), q.shape[1], value_dim, dtype=torch.float32)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        written = 0
+        out = q.new_empty(len(q), q.shape[1], value_dim, dtype=torch.float32)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        written = slices[0].q_start if slices else 0
         for call in _calls(slices, q):
             rows, cols = call.rows, call.cols
             if call.kind is MaskKind.DIAGONAL:
@@ -53,6 +53,8 @@ class CpuFlashKernel:
                     scale=scale,
                 )
                 part, part_lse = part[0].transpose(0, 1), part_lse[0].t()
+            fresh = _unwritten(written, rows)
+            out[fresh], lse[fresh] = 0, -torch.inf
             if rows.start < written:  # a row of an earlier call: only bands have that
                 merge_(out[rows], lse[rows], part[..., :value_dim].float(), part_lse)
             else:
@@ -75,7 +77,8 @@ class CpuFlashKernel:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         q, k, v = _same_width(q, k, v)
         _, dout, out = _same_width(q, dout, out)
-        dq = torch.zeros(*q.shape[:2], head_dim, dtype=torch.float32, device=q.device)
+        dq = q.new_empty(*q.shape[:2], head_dim, dtype=torch.float32)
+        written = slices[0].q_start if slices else 0
         dk = torch.zeros(*k.shape[:2], head_dim, dtype=torch.float32, device=q.device)
         dv = torch.zeros(*v.shape[:2], value_dim, dtype=torch.float32, device=q.device)
         for call in _calls(slices, q):
@@ -96,7 +99,12 @@ class CpuFlashKernel:
                     scale=scale,
                 )
                 parts = tuple(x[0].transpose(0, 1) for x in heads_first)
-            dq[rows] += parts[0][..., :head_dim]
+            dq[_unwritten(written, rows)] = 0
+            if rows.start < written:
+                dq[rows] += parts[0][..., :head_dim]
+            else:
+                dq[rows] = parts[0][..., :head_dim]
+            written = max(written, rows.stop)
             dk[cols] += parts[1][..., :head_dim]
             dv[cols] += parts[2][..., :value_dim]
         return dq, dk, dv
@@ -132,6 +140,11 @@ def _calls(slices: Sequence[Slice], q: torch.Tensor) -> Iterator[_Call]:
             mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
             rows = slice(s.q_start + first, s.q_start + last + 1)
             yield _Call(rows, slice(s.k_start + low, s.k_start + high), s.kind, mask)
+
+
+def _unwritten(written: int, rows: slice) -> slice:
+    """Of output rows, of which those before `written` have been: what must be cleared before `rows` come next."""
+    return slice(written, rows.start if rows.start >= written else max(written, rows.stop))
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,9 +160,55 @@ def test_next_step_is_posted_before_this_one_is_computed() -> None:
 
     kv, back = "K/V rows of attention, step {}", "dK/dV rows of attention, step {}"
     forward = [kv.format(1), "computed 0", kv.format(2), "computed 1", "computed 2"]
-    backward = [*forward[:3], back.format(1), "computed 1", back.format(2), "computed 2"]
+    backward = [*forward[:3], back.format(1), "computed 1", back.format(2), "computed 2", "computed 3"]
     for log in InMemoryWorld(3).run(rank):
         assert log == forward + backward
+
+
+def test_half_of_the_own_block_is_computed_after_the_last_gradients_left() -> None:
+    """Planted fault: without its second half, gradients are wrong."""
+    plan = LONG.plan()
+    assert all(len(plan.program(rank).own) == 2 for rank in range(3))
+    assert _worst(LONG, plan=plan) <= TOLERANCE
+    for rank in range(3):
+        program = plan.program(rank)
+        plan._cache[rank] = replace(program, own=program.own[:1])
+    found = errors(LONG, run_in_memory(LONG, plan=plan))
+    assert found["out"] <= TOLERANCE
+    assert min(found["dq"], found["dk"], found["dv"]) > 1e-2
+
+
+class _Poisoned(CpuFlashKernel):
+    """Rows before and after those of the slices, which a kernel may leave as they were, are NaN."""
+
+    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().forward(*args)
+        for rows in _outside(args[-2], len(out)):
+            out[rows], lse[rows] = torch.nan, torch.nan
+        return out, lse
+
+    def backward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = super().backward(*args)
+        for rows in _outside(args[-2], len(dq)):
+            dq[rows] = torch.nan
+        return dq, dk, dv
+
+
+def _outside(slices: Sequence[Slice], num_rows: int) -> tuple[slice, slice]:
+    if not slices:
+        return slice(0, num_rows), slice(num_rows, num_rows)
+    return slice(0, slices[0].q_start), slice(max(s.q_stop for s in slices), num_rows)
+
+
+def test_rows_that_a_step_did_not_compute_are_not_read() -> None:
+    rng = random.Random(77)
+    for n in range(60):
+        case = random_case(rng, max_ring=6, max_tokens=300)
+        if n % 3:
+            inner = {4: 2, 6: 3}.get(case.ring, 1)
+            case = replace(case, algorithm="allgather") if n % 3 == 1 else replace(case, inner=inner)
+        found = errors(case, run_in_memory(case, kernel=_Poisoned()))
+        assert max(found.values()) <= TOLERANCE, (case, found)
 
 
 def test_ranks_without_tokens_take_part() -> None:
@@ -213,7 +260,10 @@ class _Skipping(CpuFlashKernel):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: Sequence[Slice], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().forward(q, k, v, slices[:-1], scale)
+        out, lse = super().forward(q, k, v, slices, scale)
+        for s in slices[-1:]:
+            out[s.q_start : s.q_stop], lse[s.q_start : s.q_stop] = 0, -torch.inf
+        return out, lse
 
 
 class _SkippingBackward(CpuFlashKernel):
@@ -221,7 +271,10 @@ class _SkippingBackward(CpuFlashKernel):
 
     def backward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         *tensors, slices, scale = args
-        return super().backward(*tensors, slices[:-1], scale)
+        dq, dk, dv = super().backward(*tensors, slices[:-1], scale)
+        for s in slices[-1:]:
+            dq[s.q_start : s.q_stop] = 0
+        return dq, dk, dv
 
 
 class _OwnStatistics(CpuFlashKernel):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycp.errors import PlanError
-from raycp.plan import AttentionPlan, CostModel, MaskKind, Range, RankGrid, RankProgram, Slice, Transfer
+from raycp.plan import AttentionPlan, CostModel, MaskKind, Range, RankGrid, RankProgram, Slice, Transfer, query_runs
 from raycp.plan.layout import LAYOUTS
 
 SCHEDULES = [
@@ -97,6 +97,18 @@ def computed_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> npt.NDAr
     return count
 
 
+def own_pairs(program: RankProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """How often each pair of the own shard is computed: forward, and by the parts of backward."""
+    forward, backward = (np.zeros((program.num_tokens, program.num_tokens), dtype=np.int64) for _ in range(2))
+    for s in program.steps[0].slices:
+        forward[s.q_start : s.q_stop, s.k_start : s.k_stop] += entries(s)
+    for part in program.own:
+        keys = backward[:, part.keys.start : part.keys.stop]
+        for s in part.slices:
+            keys[s.q_start : s.q_stop, s.k_start : s.k_stop] += entries(s)
+    return forward, backward
+
+
 def gradients_home(plan: AttentionPlan, programs: list[RankProgram]) -> list[npt.NDArray[np.int64]]:
     """What each rank's rows collect if each rank adds, for each block row that it computes with, 1 << its rank."""
     blocks = blocks_of(plan, programs)
@@ -106,7 +118,7 @@ def gradients_home(plan: AttentionPlan, programs: list[RankProgram]) -> list[npt
             for row in {x for s in step.slices for x in range(s.k_start, s.k_stop)}:
                 sums[rank][step.index][row] += 1 << rank
     steps = programs[0].steps
-    order = sorted(steps[1:], key=lambda step: (min(step.settled, len(steps)), step.index))
+    order = sorted(steps[1:], key=lambda step: (step.settled, step.outer, step.index))
     for step in order:
         sent = [
             {t.peer: np.concatenate([sums[rank][step.index][r.start : r.stop] for r in t.rows]) for t in p.returns}
@@ -137,6 +149,13 @@ def entries(s: Slice) -> npt.NDArray[np.int64]:
 
 def check_pairs(plan: AttentionPlan, programs: list[RankProgram]) -> None:
     assert np.array_equal(computed_pairs(plan, programs), visible_pairs(plan))
+    for program in programs:
+        if program.own:
+            forward, backward = own_pairs(program)
+            assert np.array_equal(forward, backward), "backward computes another own block than forward"
+            for part in program.own:
+                assert part.slices
+                assert [s.q_start for s in part.slices] == sorted(s.q_start for s in part.slices)
 
 
 def check_transfers(plan: AttentionPlan, programs: list[RankProgram]) -> None:
@@ -260,7 +279,14 @@ def _with_other_rows(program: RankProgram) -> RankProgram:
     return dataclasses.replace(program, steps=(*program.steps[:-1], dataclasses.replace(last, receives=(moved,))))
 
 
-@pytest.mark.parametrize("fault", [_without_a_slice, _with_a_slice_twice, _with_a_leaked_key, _with_other_rows])
+def _with_half_an_own_block(program: RankProgram) -> RankProgram:
+    return dataclasses.replace(program, own=program.own[:1])
+
+
+FAULTS = [_without_a_slice, _with_a_slice_twice, _with_a_leaked_key, _with_other_rows, _with_half_an_own_block]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_checks_see_planted_faults(fault) -> None:  # type: ignore[no-untyped-def]
     plan = build([10, 30, 12], 3, "balanced")
     programs = programs_of(plan)
@@ -272,6 +298,45 @@ def test_checks_see_planted_faults(fault) -> None:  # type: ignore[no-untyped-de
     if fault is _with_other_rows:
         with pytest.raises(AssertionError):
             check_transfers(plan, programs)
+
+
+def test_backward_keeps_half_of_the_own_block_for_last_where_gradients_return_last() -> None:
+    for lengths, cut in (([3000], True), ([600] * 5, True), ([40, 3000, 10], True)):
+        for program in programs_of(build(lengths, 2, "zigzag")):
+            shares = [
+                sum(s.area for s in part.slices) / sum(s.area for s in program.steps[0].slices) for part in program.own
+            ]
+            assert all(0.39 < share < 0.61 for share in shares) == cut
+    assert not any(p.own for p in programs_of(build([1500] * 2, 2, "contiguous"))), "nothing travels"
+
+
+def test_bounds_between_documents_are_preferred_to_cuts() -> None:
+    whole = build([500] * 4, 2, "zigzag").program(0)
+    assert [len(part.slices) for part in whole.own] == [2, 2]
+    assert [part.keys for part in whole.own] == [Range(0, 500), Range(500, 1000)]
+    first, last = build([2000], 2, "zigzag").program(0).own
+    assert [s.kind for part in (first, last) for s in part.slices] == [MaskKind.CAUSAL, MaskKind.BAND]
+
+
+@pytest.mark.parametrize("kind", list(MaskKind))
+def test_a_slice_cut_anywhere_has_the_same_pairs(kind: MaskKind) -> None:
+    wide = 12 if kind in (MaskKind.CAUSAL, MaskKind.DIAGONAL) else 15
+    s = Slice(2, 14, 5, 5 + wide, kind, -4, 3)
+    dense = np.zeros((20, 25), dtype=np.int64)
+    dense[s.q_start : s.q_stop, s.k_start : s.k_stop] = entries(s)
+    for rows in range(1, 12):
+        both = np.zeros_like(dense)
+        for part in s.cut(rows):
+            assert part.area == entries(part).sum()
+            both[part.q_start : part.q_stop, part.k_start : part.k_stop] += entries(part)
+        assert np.array_equal(both, dense)
+
+
+def test_runs_of_queries_leave_out_what_is_far() -> None:
+    rows = [(0, 4), (4, 9), (50, 60), (200, 201), (190 + 64 + 12, 300)]
+    runs = query_runs([Slice(a, b, 0, 1, MaskKind.FULL) for a, b in rows])
+    assert list(runs) == [slice(0, 60), slice(200, 201), slice(266, 300)]
+    assert list(query_runs([])) == []
 
 
 def test_zigzag_takes_one_block_per_document_and_step() -> None:
