@@ -13,7 +13,11 @@ sharding.py     ShardSpan: rows of a named tensor; who holds which
 state.py        training state by logical offsets, out of and into any world size
 tensorfile.py   safetensors files written without a second copy in memory, with length and checksum
 manifest.py     what a committed step is, on disk and in memory; needs no torch
-checkpoint.py   sharded checkpoints, committed by a manifest
+storage.py      one folder, at a path or (remote.py) at a URL; needs no torch
+latest.py       what was committed last, and which generation may commit; needs no torch
+committed.py    which steps a checkpoint folder holds for good; needs no torch
+checkpoint.py   shards of a checkpoint: what ranks write and read
+rows.py         rows of named tensors out of shards, wherever their bytes are
 export.py       a committed checkpoint as a plain Hugging Face folder
 
 Names are loaded when first used: importing this package loads no torch.

@@ -18,7 +18,8 @@ from raycp.training.device import compute_dtype
 from raycp.training.sharding import named_weights
 from raycp.training.spec import ModelSpec
 from raycp.training.state import PARAMETER
-from raycp.training.tensorfile import sync_folder, write_tensors
+from raycp.training.storage import sync_folder
+from raycp.training.tensorfile import write_tensors
 from raycp.training.weights import empty_model
 
 if TYPE_CHECKING:

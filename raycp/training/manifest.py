@@ -6,6 +6,8 @@ plain file names that it should have, whoever wrote it, so that it can neither r
 few hundred bytes of JSON for each tensor and rank.
 """
 
+import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 from raycp.errors import CheckpointError
 
 VERSION = 1
+Data = bytes  # `Manifest.bytes` hides the type
+_CHECKSUM = "checksum"
 _FIX = "delete or move the folder aside: the checkpoint before it is used"
 
 
@@ -100,12 +104,35 @@ class Manifest:
 
     @property
     def age(self) -> tuple[int, int]:
-        """(step, generation): of two manifests of one run the greater one is the newer one."""
-        return self.step, self.generation
+        """(generation, step): of two manifests of one run the greater one is the newer one, for a later generation
+        may have gone back to an older step.
+        """
+        return self.generation, self.step
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` is its inverse."""
         return asdict(self)
+
+    def to_bytes(self) -> Data:
+        """The file: a JSON object, with a checksum of itself among its keys."""
+        text = _canonical(json.loads(json.dumps(asdict(self))))
+        return f'{text[:-1]},"{_CHECKSUM}":"{zlib.crc32(text.encode()):08x}"}}'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: Data) -> "Manifest":
+        """Raises:
+        CheckpointError: not a manifest, a changed one, or one of another version (`details["version"]`).
+        """
+        try:
+            raw = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"not a manifest: {error}", fix=_FIX) from error
+        if isinstance(raw, dict) and _CHECKSUM in raw:
+            said = raw.pop(_CHECKSUM)
+            found = f"{zlib.crc32(_canonical(raw).encode()):08x}"
+            if said != found:
+                raise CheckpointError(f"a changed manifest: checksum {found}, it says {said!r:.20}", fix=_FIX)
+        return cls.from_dict(raw)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "Manifest":
@@ -118,6 +145,7 @@ class Manifest:
             raise CheckpointError(
                 f"manifest version {raw.get('version')!r}, this raycp reads version {VERSION}",
                 fix="use the raycp that wrote the checkpoint",
+                version=raw.get("version"),
             )
         try:
             manifest = cls(**{**raw, "shards": tuple(ShardRecord.from_dict(s) for s in raw["shards"])})
@@ -162,6 +190,10 @@ def coverage_problem(shards: Iterable[ShardRecord]) -> str:
         if at != entries[0].shape[0]:
             return f"{name}: rows [{at}, {entries[0].shape[0]}) are missing"
     return ""
+
+
+def _canonical(raw: object) -> str:
+    return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
 
 def _count(value: object) -> bool:

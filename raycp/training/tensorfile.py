@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -60,7 +60,7 @@ def image_layout(tensors: Tensors, metadata: Mapping[str, str] | None = None) ->
     for name in order:
         shape, dtype = tensors[name]
         size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         spans.append((name, offset, offset + size))
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -124,12 +124,3 @@ def checksum_of(path: Path) -> tuple[int, int]:
             checksum = zlib.crc32(block, checksum)
             size += len(block)
     return size, checksum
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames and new names inside `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

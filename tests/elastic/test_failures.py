@@ -131,7 +131,7 @@ def rewound(run: raycp.FitResult, folder: Path, step: int) -> Path:
     shutil.copytree(run.output_dir, folder / "run")
     copy = folder / "run"
     shutil.rmtree(copy / "export")
-    for later in (copy / "checkpoints").iterdir():
+    for later in (copy / "checkpoints").glob("step-*"):
         if int(later.name.removeprefix("step-")) > step:
             shutil.rmtree(later)
     events = [

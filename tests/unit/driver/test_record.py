@@ -99,6 +99,7 @@ def test_a_second_live_driver_is_refused_and_a_dead_one_is_not_in_the_way(tmp_pa
 def put_checkpoint(folder: Path, run_id: str, step: int = 6) -> None:
     place = step_folder(folder / "checkpoints", step)
     place.mkdir(parents=True)
+    (place / "x").touch()
     entry = ShardEntry(name="param/w", shape=(1,), dtype="float32", start=0, stop=1)
     shard = ShardRecord(file="x", bytes=0, crc32=0, entries=(entry,))
     manifest = Manifest(step=step, cursor={}, plan_hash="", generation=1, run_id=run_id, grid={}, shards=(shard,))

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,8 +176,8 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
     write_shard(step_folder(tmp_path, 3), 0, shards_of(tensors(3), 0, 2))
     write_shard(step_folder(tmp_path, 5), 0, shards_of(tensors(5), 0, 2))
     gone = prune(tmp_path, keep=2)
-    assert [p.name for p in gone] == ["step-00000003", "step-00000001"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert gone == ["step-00000003", "step-00000001"]
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004", "step-00000005"]
     assert prune(tmp_path / "none", keep=2) == []
 
 
@@ -184,8 +185,11 @@ def test_half_written_steps_are_discarded_so_that_a_full_disk_does_not_stay_full
     save(tmp_path, 2)
     for step in (1, 4):
         write_shard(step_folder(tmp_path, step), 0, shards_of(tensors(), 0, 1))
-    assert sorted(discard_uncommitted(tmp_path)) == [step_folder(tmp_path, 1), step_folder(tmp_path, 4)]
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+    half = step_folder(tmp_path, 2) / ".shard.part"
+    half.write_bytes(b"a writer was killed")
+    assert discard_uncommitted(tmp_path) == ["step-00000001", "step-00000004"]
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000002"]
+    assert not half.exists()
     assert newest(tmp_path).manifest.step == 2
     assert discard_uncommitted(tmp_path / "missing") == []
 
@@ -200,12 +204,15 @@ def test_whose_checkpoints_these_are(tmp_path):
     assert committed_run(tmp_path) is None
 
 
-def test_another_version_is_refused(tmp_path):
-    folder, _ = save(tmp_path, 1)
-    raw = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**raw, "version": 2}))
+def test_another_version_stops_the_run_and_is_not_taken_for_damage(tmp_path):
+    save(tmp_path, 1)
+    folder, manifest = save(tmp_path, 2)
+    (folder / "manifest.json").write_bytes(replace(manifest, version=2).to_bytes())
     with pytest.raises(CheckpointError, match="version 2"):
         load_manifest(folder)
+    with pytest.raises(CheckpointError, match="use the raycp that wrote"):
+        newest(tmp_path)
+    assert folder.is_dir()
 
 
 def test_tensor_file_checksum_and_announced_shape(tmp_path):
