@@ -1,0 +1,469 @@
+"""Keeper: a process of its own on every node that holds the newest training state in memory. No torch.
+
+Guarantees: it outlives ranks and driver; from the newest committed step on this node to its replica on the next one,
+nothing is given up before something newer is committed; everything of an older generation is refused; when no driver
+was heard for `ttl` seconds it writes the newest committed step to storage, commits it there if all shards of it are
+(whichever keeper is last does), and ends, leaving no memory behind. Its methods are called through Ray (detached and
+named, see `raycp.driver.keepers`); the images travel over its own sockets (`workers.exchange`). Costs a process of
+about 100 MB, and the memory that `raycp.driver.keepers.snapshot_budget` counts.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
+from raycp.training.committed import commit_if_whole, newest_committed, step_folder
+from raycp.training.manifest import Manifest, ShardRecord
+from raycp.training.storage import Storage
+from workers.exchange import WAIT_SECONDS, Exchange
+from workers.slots import Slot, SlotState
+from workers.wire import KeeperAddress, Server, listen_tcp, listen_unix
+
+SETTLE_SECONDS = 30.0
+"""How long an inventory waits for checksums that are being computed."""
+GRACE_SECONDS = 5.0
+"""How long the holder of a replica leaves the writing to the holder of the original."""
+_BLOCK = 1 << 24
+_SAME_START = 2.0
+"""Seconds by which two readings of a process's start may differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldShard:
+    """One verified image.
+
+    Attributes:
+        step: optimizer steps done.
+        generation: of the process groups whose state it is.
+        rank: of that generation.
+        replica: its original is, or was, with another keeper.
+        replicated: the keeper's peer holds it too, or there is no peer.
+        record: as a manifest names it.
+    """
+
+    step: int
+    generation: int
+    rank: int
+    replica: bool
+    replicated: bool
+    record: ShardRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """What a keeper holds.
+
+    Attributes:
+        generation: the one in force.
+        shards: all verified images.
+        manifests: of the newest two committed steps that it heard of, the older one first.
+        bytes: memory of all images, spare ones included.
+    """
+
+    generation: int
+    shards: tuple[HeldShard, ...]
+    manifests: tuple[dict[str, Any], ...]
+    bytes: int
+
+
+class Keeper:
+    """The keeper of one node. All methods may be called at once.
+
+    Args:
+        run_id: of the run.
+        secret: that ranks and keepers of the run share.
+        generation: the first that is accepted.
+        ttl: seconds without a word of the driver after which it writes to storage and ends.
+        checkpoints: root of the step folders: an absolute path or a URL.
+        node_id: Ray's id of this node; asked for if not given.
+        host: the address to listen on; the node's address in the cluster if not given.
+        end: ends the process.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        secret: bytes,
+        generation: int,
+        ttl: float,
+        checkpoints: str,
+        node_id: str | None = None,
+        host: str | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        if node_id is None or host is None:
+            import ray
+
+            node_id = node_id or str(ray.get_runtime_context().get_node_id())
+            host = host or str(ray.util.get_node_ip_address())
+        self._ttl = ttl
+        self._checkpoints = Storage.of(checkpoints)
+        self._end = end or _end_process
+        self._exchange = Exchange(secret=secret, generation=generation)
+        self._changed = self._exchange.changed
+        self._ranks: tuple[int, ...] | None = None
+        self._manifests: list[dict[str, Any]] = []
+        self._pins: dict[tuple[int, str], Slot] = {}
+        self._heard = time.monotonic()
+        self._closed = threading.Event()
+        # The name tells strangers nothing, and two keepers that follow each other do not meet.
+        name = f"raycp-{hashlib.sha256(f'{run_id} {node_id}'.encode()).hexdigest()[:32]}-{secrets.token_hex(4)}"
+        tcp = listen_tcp(host)
+        self._address = KeeperAddress(node_id=node_id, host=host, port=int(tcp.getsockname()[1]), unix=name)
+        self._exchange.address = self._address
+        self._servers = [
+            Server(listen_unix(name), secret, self._exchange.converse, name="raycp-node"),
+            Server(tcp, secret, self._exchange.converse, name="raycp-cluster"),
+        ]
+        threading.Thread(target=self._watch, name="raycp-ttl", daemon=True).start()
+
+    def address(self) -> KeeperAddress:
+        """Where it listens."""
+        return self._address
+
+    # -- generations ------------------------------------------------------------------------------------------------
+
+    def beat(self, generation: int) -> None:
+        """The driver of `generation` lives."""
+        self._hear(generation)
+
+    def fence(self, generation: int) -> None:
+        """Refuses every grant, seal, replica and commit of an older generation from now on.
+
+        Raises:
+            StaleGenerationError: a newer one is in force.
+        """
+        self._hear(generation)
+        with self._changed:
+            if generation > self._exchange.generation:
+                self._ranks = None
+                self._unpin(list(self._pins))
+            self._exchange.fence(generation)
+
+    def assign(
+        self,
+        generation: int,
+        ranks: Sequence[int],
+        peer: KeeperAddress | None,
+        live: Sequence[KeeperAddress] = (),
+    ) -> None:
+        """Says which ranks run on this node and where their replicas go; fences older generations.
+
+        Args:
+            generation: of the ranks' process groups.
+            ranks: world ranks of this node.
+            peer: keeper of the next node; None if there is only one.
+            live: all keepers of the run.
+        """
+        self.fence(generation)
+        with self._changed:
+            self._ranks = tuple(ranks)
+            self._exchange.assign(peer, live)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def collect(self, generation: int, step: int, timeout: float) -> list[ShardRecord] | None:
+        """Waits until the images of all ranks of this node are sealed, verified and replicated.
+
+        Returns:
+            Their records in rank order; None after `timeout` seconds.
+
+        Raises:
+            StaleGenerationError: a newer generation is in force.
+            ClusterError: the peer refuses the replica, with the reason.
+        """
+        self._hear(generation)
+        deadline = time.monotonic() + timeout
+        exchange = self._exchange
+        with self._changed:
+            while not self._closed.is_set():
+                exchange.require(generation)
+                if self._ranks is not None and generation == exchange.generation:
+                    slots = [self._own(generation, rank, step) for rank in self._ranks]
+                    found = [s for s in slots if s is not None]
+                    problem = next((s.problem for s in found if s.problem), "")
+                    if problem:
+                        raise ClusterError(
+                            f"step {step} has no replica: {problem}",
+                            fix="see the reason",
+                            node_id=self._address.node_id,
+                        )
+                    if len(found) == len(slots) and all(exchange.complete(s) for s in found):
+                        return [s.record for s in found]
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(min(left, WAIT_SECONDS))
+        return None
+
+    def commit(self, manifest: dict[str, Any]) -> None:
+        """The step of this manifest is committed: its slots are protected, older ones may be written again.
+
+        Args:
+            manifest: of `Manifest.to_dict`.
+
+        Raises:
+            StaleGenerationError: it is of an older generation.
+        """
+        generation, step = int(manifest["generation"]), int(manifest["step"])
+        self._hear(generation)
+        with self._changed:
+            self._exchange.require(generation)
+            if self._exchange.table.commit(generation, step, [s["file"] for s in manifest["shards"]]):
+                known = [m for m in self._manifests if (m["generation"], m["step"]) != (generation, step)]
+                self._manifests = [*known, manifest][-2:]
+            self._changed.notify_all()
+
+    # -- recovery ---------------------------------------------------------------------------------------------------
+
+    def inventory(self) -> Inventory:
+        """What is held; waits for checksums that are being computed."""
+        self._heard = time.monotonic()
+        table = self._exchange.table
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed.is_set() or all(s.state is not SlotState.SEALED for s in table.slots),
+                SETTLE_SECONDS,
+            )
+            return Inventory(
+                generation=self._exchange.generation,
+                shards=tuple(
+                    HeldShard(
+                        step=s.step,
+                        generation=s.generation,
+                        rank=s.rank,
+                        replica=s.replica,
+                        replicated=self._exchange.complete(s),
+                        record=s.record,
+                    )
+                    for s in table.slots
+                    if s.state is SlotState.VERIFIED
+                ),
+                manifests=tuple(self._manifests),
+                bytes=table.bytes,
+            )
+
+    def keep_only(self, generation: int, step: int) -> None:
+        """The run continues from this step: all other slots and manifests are given up. A step that nobody has (-1)
+        gives up everything.
+        """
+        self._heard = time.monotonic()
+        with self._changed:
+            self._exchange.table.keep_only(generation, step)
+            self._manifests = [m for m in self._manifests if m["step"] == step]
+            self._changed.notify_all()
+
+    def kill(self, pid: int, started: float) -> bool:
+        """Kills a process of this node at once, if it is the one that was started then (process ids come again).
+
+        Args:
+            pid: its id.
+            started: its start as `psutil.Process(pid).create_time()` gives it.
+
+        Returns:
+            False: it is gone, or another process has its id.
+        """
+        self._heard = time.monotonic()
+        import psutil
+
+        if pid in (0, 1, os.getpid()):
+            return False
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        try:  # the descriptor is of one process for good, so nothing can come between the question and the signal
+            if abs(psutil.Process(pid).create_time() - started) > _SAME_START:
+                return False
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+    # -- storage ----------------------------------------------------------------------------------------------------
+
+    def pin(self, step: int, files: Sequence[str]) -> list[str]:
+        """Keeps these shards until `persist` has written them; returns those that are not held."""
+        self._heard = time.monotonic()
+        missing = []
+        with self._changed:
+            for file in files:
+                slot = self._exchange.table.find(step, file)
+                if slot is None and (step, file) not in self._pins:
+                    missing.append(file)
+                elif slot is not None and (step, file) not in self._pins:
+                    self._exchange.table.use(slot)
+                    self._pins[step, file] = slot
+        return missing
+
+    def persist(self, manifest: dict[str, Any], folder: str, files: Sequence[str], *, commit: bool) -> None:
+        """Writes these shards to storage; durable when it returns. They are no longer pinned then.
+
+        Args:
+            manifest: of `Manifest.to_dict`; names lengths and checksums, which are compared.
+            folder: of the step.
+            files: names of shards that are held here.
+            commit: also commits the step if all shards of it are there.
+
+        Raises:
+            OSError: the storage refused.
+            CheckpointError: a shard is not held, or is damaged.
+            StaleGenerationError: a newer generation committed to that storage.
+        """
+        known = Manifest.from_dict(manifest)
+        storage = Storage.of(folder)
+        try:
+            for shard in known.shards:
+                if shard.file in files:
+                    self._write(storage, known.step, shard)
+        finally:
+            with self._changed:
+                self._unpin([(known.step, file) for file in files])
+        if commit:
+            commit_if_whole(storage, known)
+
+    def close(self) -> None:
+        """Gives all memory back and ends the process."""
+        self._close()
+        self._end()
+
+    # -- pieces -----------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        self._closed.set()
+        for server in self._servers:
+            server.close()
+        with self._changed:
+            self._unpin(list(self._pins))
+            self._exchange.close()
+
+    def _hear(self, generation: int) -> None:
+        with self._changed:
+            self._exchange.require(generation)  # a fenced driver does not keep its keepers alive
+            self._heard = time.monotonic()
+
+    def _own(self, generation: int, rank: int, step: int) -> Slot | None:
+        return next(
+            (
+                s
+                for s in self._exchange.table.slots
+                if not s.replica and (s.generation, s.rank, s.step) == (generation, rank, step)
+            ),
+            None,
+        )
+
+    def _unpin(self, keys: Sequence[tuple[int, str]]) -> None:
+        for key in keys:
+            slot = self._pins.pop(key, None)
+            if slot is not None:
+                self._exchange.table.done(slot)
+
+    @contextlib.contextmanager
+    def _image(self, step: int, shard: ShardRecord) -> Iterator[memoryview]:
+        with self._changed:
+            slot = self._pins.get((step, shard.file)) or self._exchange.table.find(step, shard.file)
+            if slot is None or slot.crc32 != shard.crc32 or slot.image.size != shard.bytes:
+                raise CheckpointError(
+                    f"{shard.file} of step {step} is not held on node {self._address.node_id[:8]}",
+                    fix="write an older or a newer step",
+                )
+            self._exchange.table.use(slot)
+        try:
+            yield slot.image.view
+        finally:
+            with self._changed:
+                self._exchange.table.done(slot)
+
+    def _write(self, storage: Storage, step: int, shard: ShardRecord) -> None:
+        with self._image(step, shard) as view:
+            storage.write(shard.file, _verified(view, shard))
+
+    # -- without a driver -------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._ttl / 10)):
+            if time.monotonic() - self._heard > self._ttl:
+                self._expire()
+
+    def _expire(self) -> None:
+        """Writes the newest committed step and ends; a storage that fails is asked again for another `ttl`."""
+        deadline = time.monotonic() + self._ttl
+        heard = self._heard
+        while not self._closed.is_set() and self._heard == heard:
+            try:
+                self._flush()
+            except StaleGenerationError:
+                pass  # the run goes on elsewhere
+            except (OSError, RaycpError) as error:
+                print(f"raycp keeper {self._address.node_id[:8]}: {error}", file=sys.stderr, flush=True)
+                if time.monotonic() < deadline:
+                    self._closed.wait(min(5.0, self._ttl / 4))
+                    continue
+            if self._heard == heard:
+                self.close()
+            return
+
+    def _flush(self) -> None:
+        with self._changed:
+            raw = self._manifests[-1] if self._manifests else None
+        if raw is None:
+            return
+        manifest = Manifest.from_dict(raw)
+        stored = newest_committed(self._checkpoints)
+        if stored is not None and stored.run_id == manifest.run_id and stored.age >= manifest.age:
+            return
+        folder = step_folder(self._checkpoints, manifest.step)
+        table = self._exchange.table
+        with self._changed:
+            held = {s.file: table.find(manifest.step, s.file) for s in manifest.shards}
+        own = [s for s in manifest.shards if (slot := held[s.file]) is not None and not slot.replica]
+        replicas = [s for s in manifest.shards if (slot := held[s.file]) is not None and slot.replica]
+        for shard in own:
+            if folder.size(shard.file) != shard.bytes:
+                self._write(folder, manifest.step, shard)
+        deadline = time.monotonic() + min(GRACE_SECONDS, self._ttl)
+        for shard in replicas:
+            while folder.size(shard.file) != shard.bytes:
+                if time.monotonic() >= deadline:
+                    self._write(folder, manifest.step, shard)
+                    break
+                self._closed.wait(0.2)
+        commit_if_whole(folder, manifest)
+
+
+def _verified(view: memoryview, shard: ShardRecord) -> Iterator[memoryview]:
+    """The image in pieces.
+
+    Raises:
+        CheckpointError: after the last piece, if the checksum is another one: the file is not made then.
+    """
+    found = 0
+    for start in range(0, len(view), _BLOCK):
+        piece = view[start : start + _BLOCK]
+        found = zlib.crc32(piece, found)
+        yield piece
+    if found != shard.crc32:
+        raise CheckpointError(
+            f"{shard.file} was damaged in memory: checksum {found:08x}, not {shard.crc32:08x}",
+            fix="check the memory of that machine; the copy on the next node is intact",
+        )
+
+
+def _end_process() -> None:
+    """Ends this process a moment later, so that the answer to whoever asked for it gets out."""
+    timer = threading.Timer(0.2, os._exit, args=(0,))
+    timer.daemon = True
+    timer.start()
