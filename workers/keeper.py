@@ -17,9 +17,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
 from raycp.training.committed import commit_if_whole, newest_committed, step_folder
@@ -72,7 +71,7 @@ class Inventory:
 
     generation: int
     shards: tuple[HeldShard, ...]
-    manifests: tuple[dict[str, Any], ...]
+    manifests: tuple[Manifest, ...]
     bytes: int
 
 
@@ -113,7 +112,7 @@ class Keeper:
         self._exchange = Exchange(secret=secret, generation=generation)
         self._changed = self._exchange.changed
         self._ranks: tuple[int, ...] | None = None
-        self._manifests: list[dict[str, Any]] = []
+        self._manifests: list[Manifest] = []
         self._pins: dict[tuple[int, str], Slot] = {}
         self._heard = time.monotonic()
         self._closed = threading.Event()
@@ -207,22 +206,18 @@ class Keeper:
                 self._changed.wait(min(left, WAIT_SECONDS))
         return None
 
-    def commit(self, manifest: dict[str, Any]) -> None:
+    def commit(self, manifest: Manifest) -> None:
         """The step of this manifest is committed: its slots are protected, older ones may be written again.
-
-        Args:
-            manifest: of `Manifest.to_dict`.
 
         Raises:
             StaleGenerationError: it is of an older generation.
         """
-        generation, step = int(manifest["generation"]), int(manifest["step"])
-        self._hear(generation)
+        self._hear(manifest.generation)
         with self._changed:
-            self._exchange.require(generation)
-            if self._exchange.table.commit(generation, step, [s["file"] for s in manifest["shards"]]):
-                known = [m for m in self._manifests if (m["generation"], m["step"]) != (generation, step)]
-                self._manifests = [*known, manifest][-2:]
+            self._exchange.require(manifest.generation)
+            files = [s.file for s in manifest.shards]
+            if self._exchange.table.commit(manifest.generation, manifest.step, files):
+                self._manifests = [*(m for m in self._manifests if m.age != manifest.age), manifest][-2:]
             self._changed.notify_all()
 
     # -- recovery ---------------------------------------------------------------------------------------------------
@@ -254,14 +249,18 @@ class Keeper:
                 bytes=table.bytes,
             )
 
-    def keep_only(self, generation: int, step: int) -> None:
-        """The run continues from this step: all other slots and manifests are given up. A step that nobody has (-1)
-        gives up everything.
+    def keep_only(self, generation: int, step: int, files: Sequence[str]) -> None:
+        """The run continues from these shards of this step; everything else is given up.
+
+        Args:
+            generation: of the step's manifest.
+            step: optimizer steps done; -1, with no files, gives up everything.
+            files: of the manifest's shards.
         """
         self._heard = time.monotonic()
         with self._changed:
-            self._exchange.table.keep_only(generation, step)
-            self._manifests = [m for m in self._manifests if m["step"] == step]
+            self._exchange.table.keep_only(generation, step, files)
+            self._manifests = [m for m in self._manifests if m.age == (generation, step)]
             self._changed.notify_all()
 
     def kill(self, pid: int, started: float) -> bool:
@@ -309,11 +308,11 @@ class Keeper:
                     self._pins[step, file] = slot
         return missing
 
-    def persist(self, manifest: dict[str, Any], folder: str, files: Sequence[str], *, commit: bool) -> None:
+    def persist(self, manifest: Manifest, folder: str, files: Sequence[str], *, commit: bool) -> None:
         """Writes these shards to storage; durable when it returns. They are no longer pinned then.
 
         Args:
-            manifest: of `Manifest.to_dict`; names lengths and checksums, which are compared.
+            manifest: names lengths and checksums, which are compared.
             folder: of the step.
             files: names of shards that are held here.
             commit: also commits the step if all shards of it are there.
@@ -323,17 +322,16 @@ class Keeper:
             CheckpointError: a shard is not held, or is damaged.
             StaleGenerationError: a newer generation committed to that storage.
         """
-        known = Manifest.from_dict(manifest)
         storage = Storage.of(folder)
         try:
-            for shard in known.shards:
+            for shard in manifest.shards:
                 if shard.file in files:
-                    self._write(storage, known.step, shard)
+                    self._write(storage, manifest.step, shard)
         finally:
             with self._changed:
-                self._unpin([(known.step, file) for file in files])
+                self._unpin([(manifest.step, file) for file in files])
         if commit:
-            commit_if_whole(storage, known)
+            commit_if_whole(storage, manifest)
 
     def close(self) -> None:
         """Gives all memory back and ends the process."""
@@ -418,10 +416,9 @@ class Keeper:
 
     def _flush(self) -> None:
         with self._changed:
-            raw = self._manifests[-1] if self._manifests else None
-        if raw is None:
+            manifest = self._manifests[-1] if self._manifests else None
+        if manifest is None:
             return
-        manifest = Manifest.from_dict(raw)
         stored = newest_committed(self._checkpoints)
         if stored is not None and stored.run_id == manifest.run_id and stored.age >= manifest.age:
             return

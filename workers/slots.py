@@ -213,13 +213,13 @@ class SlotTable:
                 self.retire(slot)
         return True
 
-    def keep_only(self, generation: int, step: int) -> None:
-        """Protects the slots of this step as if it were committed, and gives all others back."""
-        kept = [s for s in self.slots if (s.generation, s.step) == (generation, step) and s.state is SlotState.VERIFIED]
-        self._protected = frozenset(s.key for s in kept)
+    def keep_only(self, generation: int, step: int, files: Collection[str]) -> None:
+        """Protects these shards as if they had just been committed, and gives all other slots back."""
         self.newest = (generation, step)
-        for slot in [s for s in self.slots if s not in kept]:
-            self.retire(slot)
+        self._protected = frozenset((step, file) for file in files)
+        for slot in list(self.slots):
+            if not self.protects(slot) or slot.state is SlotState.FILLING:
+                self.retire(slot)
         self._drop_spares()
 
     def fence(self) -> None:

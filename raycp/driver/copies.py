@@ -1,0 +1,114 @@
+"""Copies of the state in memory, decided: which node keeps whose replicas, which step is held whole, what it all costs.
+
+Guarantees: pure functions of what the keepers report; nothing here asks anybody. Costs nothing worth measuring.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raycp.training.manifest import Manifest, ShardRecord, coverage_problem
+from workers.keeper import Inventory
+from workers.memory_reader import MemoryPoint
+from workers.wire import KeeperAddress
+
+
+def newest_point(held: Mapping[KeeperAddress, Inventory], *, run_id: str) -> MemoryPoint | None:
+    """The newest step of which every row is held.
+
+    Committed steps count by their manifest. A step that was never committed counts if all its shards are there and
+    cover every row: the driver died, or the keepers of a node, before the commit; `cursor`, `grid` and `extra` of its
+    manifest are empty then. Newer is what has the greater (generation, step).
+    """
+    homes: dict[tuple[int, str, int], list[KeeperAddress]] = {}
+    loose: dict[tuple[int, int], dict[str, set[ShardRecord]]] = {}
+    manifests: dict[tuple[int, int], Manifest] = {}
+    for address, inventory in held.items():
+        manifests |= {m.age: m for m in inventory.manifests}
+        for shard in inventory.shards:
+            home = homes.setdefault((shard.step, shard.record.file, shard.record.crc32), [])
+            home.insert(len(home) if shard.replica else 0, address)
+            files = loose.setdefault((shard.generation, shard.step), {})
+            files.setdefault(shard.record.file, set()).add(shard.record)
+    newest = manifests[max(manifests)] if manifests else None
+    for (generation, step), files in loose.items():
+        records = [record for found in files.values() for record in found]
+        if (generation, step) in manifests or len(records) > len(files) or coverage_problem(records):
+            continue
+        manifests[generation, step] = Manifest(
+            step=step,
+            generation=generation,
+            run_id=run_id,
+            cursor={},
+            grid={},
+            plan_hash="" if newest is None else newest.plan_hash,
+            fingerprint={} if newest is None else newest.fingerprint,
+            shards=tuple(sorted(records, key=lambda r: r.file)),
+        )
+    for age in sorted(manifests, reverse=True):
+        manifest = manifests[age]
+        holders = {s.file: homes.get((manifest.step, s.file, s.crc32), []) for s in manifest.shards}
+        if all(holders.values()):
+            return MemoryPoint(manifest=manifest, holders=holders)
+    return None
+
+
+def replica_homes(nodes_with_ranks: Sequence[str], nodes: Sequence[str]) -> dict[str, str | None]:
+    """Where each node's replicas go: the next node with ranks; any other node if only one has ranks.
+
+    Args:
+        nodes_with_ranks: node ids, in rank order.
+        nodes: all nodes that have a keeper.
+    """
+    homes: dict[str, str | None] = dict.fromkeys(nodes)
+    for index, node_id in enumerate(nodes_with_ranks):
+        after = nodes_with_ranks[(index + 1) % len(nodes_with_ranks)]
+        homes[node_id] = after if after != node_id else next((n for n in sorted(nodes) if n != node_id), None)
+    return homes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotBudget:
+    """What snapshots cost a node.
+
+    Attributes:
+        image: bytes of one rank's image.
+        needed: bytes of all images that the node may hold at once.
+        available: bytes that it may use.
+        message: why they do not fit, with what follows from it; "" if they do.
+    """
+
+    image: int
+    needed: int
+    available: int
+    message: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether snapshots can be kept in memory."""
+        return not self.message
+
+
+def snapshot_budget(state_bytes: int, ranks_on_node: int, world: int, nodes: int, available: int) -> SnapshotBudget:
+    """Whether a node has memory for its share of the copies.
+
+    For each rank: two own images (the committed one and the next), one more while a checkpoint is written, and, with
+    several nodes, two replicas of a rank of the node before.
+
+    Args:
+        state_bytes: of the whole training state (parameters and moments), once.
+        ranks_on_node: most ranks of one node.
+        world: ranks of the run.
+        nodes: nodes with ranks.
+        available: bytes of the node that copies may take.
+    """
+    image = -(-state_bytes // world)
+    images = 5 if nodes > 1 else 3
+    needed = images * ranks_on_node * image
+    message = ""
+    if needed > available:
+        message = (
+            f"copies of the state in memory need {needed / 2**30:.1f} GiB on a node with {ranks_on_node} rank(s) "
+            f"({images} x {image / 2**30:.2f} GiB for each), {available / 2**30:.1f} GiB are free: steps are saved by "
+            "checkpoints only, every elastic.checkpoint_every steps"
+        )
+    return SnapshotBudget(image=image, needed=needed, available=available, message=message)

@@ -1,0 +1,603 @@
+"""The keepers of a run as the driver sees them: one detached actor on every node.
+
+Guarantees: a second driver finds the keepers of the first by namespace and name, and fences the first off; a step is
+`Collected` only when every rank's image is verified and, where there are two nodes, on both of a pair; a keeper that
+died, or answers no more, is `KeeperLost` with its node; no call waits longer than its stated bound for a keeper that
+does not answer. Costs one process on each node (about 1 s to start) and, for each step, one long poll and one commit
+message for each node.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycp.driver.cluster import NodeInfo, live_nodes
+from raycp.driver.copies import SnapshotBudget, newest_point, replica_homes, snapshot_budget
+from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
+from raycp.training.manifest import Manifest, ShardRecord
+from workers.keeper import SETTLE_SECONDS, Inventory, Keeper
+from workers.memory_reader import MemoryPoint
+from workers.wire import KeeperAddress
+
+__all__ = [
+    "Collected",
+    "Flush",
+    "KeeperLost",
+    "Keepers",
+    "MemoryPoint",
+    "SnapshotBudget",
+    "newest_point",
+    "snapshot_budget",
+]
+
+START_SECONDS = 60.0
+"""How long a new keeper may take to answer."""
+ORDER_SECONDS = 10.0
+"""How long a keeper may take to answer an order."""
+COMMIT_SECONDS = 2.0
+POLL_SECONDS = 5.0
+"""Length of one long poll."""
+UNAVAILABLE_SECONDS = 3.0
+"""How long a keeper may be out of reach before it counts as lost."""
+_PREFIX = "keeper-"
+_CONTROL, _COLLECT, _DISK = "control", "collect", "disk"
+_GROUPS = {_CONTROL: 8, _COLLECT: 32, _DISK: 8}
+
+
+class KeeperLost(RaycpError, RuntimeError):  # noqa: N818 - as worker_lost, the event
+    """A keeper died or answers no more. `details`: node_id, cause."""
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of its node."""
+        return str(self.details["node_id"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """A step that all keepers hold: it may be committed.
+
+    Attributes:
+        step: optimizer steps done.
+        shards: of all ranks, in rank order.
+        bytes: of all images.
+        seconds: from `expect` to the last keeper's answer.
+    """
+
+    step: int
+    shards: tuple[ShardRecord, ...]
+    bytes: int
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class _Expected:
+    began: float
+    answers: dict[str, list[ShardRecord]] = field(default_factory=dict)
+
+
+class Keepers:
+    """The keepers of one run. `start` and `attach` make it. `beat` may be called from another thread.
+
+    Attributes:
+        addresses: of the keepers, by node id.
+    """
+
+    def __init__(self, options: Mapping[str, Any], namespace: str, generation: int) -> None:
+        self.addresses: dict[str, KeeperAddress] = {}
+        self._options = dict(options)
+        self._namespace = namespace
+        self._generation = generation
+        self._handles: dict[str, Any] = {}
+        self._ranks: dict[str, list[int]] = {}
+        self._expected: dict[int, _Expected] = {}
+        self._polls: dict[Any, tuple[str, int, float]] = {}
+        self._where: dict[tuple[int, str], list[str]] = {}
+        self._lock = threading.Lock()
+        self._beats: dict[str, tuple[Any, float]] = {}
+        self._silent: dict[str, tuple[float, str]] = {}
+        """By node: since when its keeper is out of reach, and why."""
+
+    # -- life cycle -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def start(
+        cls,
+        nodes: Sequence[NodeInfo],
+        *,
+        run_id: str,
+        namespace: str,
+        secret: bytes,
+        generation: int,
+        ttl: float,
+        checkpoints: str,
+    ) -> "Keepers":
+        """Finds the run's keepers on all live nodes, starts those that `nodes` lack, and fences older generations.
+
+        Args:
+            nodes: where ranks will run.
+            run_id: of the run.
+            namespace: of the run, in Ray.
+            secret: of the run; the same for every driver of it.
+            generation: of this driver.
+            ttl: seconds that keepers outlive a driver; keepers that are found keep theirs.
+            checkpoints: root of the step folders.
+
+        Raises:
+            StaleGenerationError: a newer driver has the keepers.
+            ClusterError: a keeper does not start.
+        """
+        options = {"run_id": run_id, "secret": secret, "ttl": ttl, "checkpoints": checkpoints}
+        keepers = cls(options, namespace, generation)
+        found = _find(namespace)
+        alive = {n.node_id for n in live_nodes()}
+        fences = {
+            node_id: _on(handle, "fence", _CONTROL).remote(generation)
+            for node_id, handle in found.items()
+            if node_id in alive
+        }
+        answers = _answers(fences, ORDER_SECONDS)
+        located = _answers(
+            {
+                node_id: _on(found[node_id], "address", _CONTROL).remote()
+                for node_id, answer in answers.items()
+                if not isinstance(answer, BaseException)
+            },
+            ORDER_SECONDS,
+        )
+        for node_id, answer in answers.items():
+            if isinstance(answer, StaleGenerationError):
+                raise answer
+            address = located.get(node_id)
+            if isinstance(address, KeeperAddress):
+                keepers._handles[node_id], keepers.addresses[node_id] = found[node_id], address
+            else:
+                _kill(found[node_id])
+        keepers._start_on([n.node_id for n in nodes if n.node_id not in keepers.addresses])
+        return keepers
+
+    @classmethod
+    def attach(cls, namespace: str) -> "Keepers":
+        """The keepers of a run that are there: starts none and fences nobody. For a look at them, and for `close`."""
+        keepers = cls({}, namespace, 0)
+        keepers._handles = _find(namespace)
+        calls = {node_id: _on(h, "address", _CONTROL).remote() for node_id, h in keepers._handles.items()}
+        for node_id, answer in _answers(calls, ORDER_SECONDS).items():
+            if isinstance(answer, KeeperAddress):
+                keepers.addresses[node_id] = answer
+        return keepers
+
+    def add(self, node: NodeInfo) -> None:
+        """Starts a keeper on a node that came, or whose keeper was lost; a no-op where there is one.
+
+        Raises:
+            ClusterError: it does not start.
+        """
+        if node.node_id not in self.addresses:
+            self._start_on([node.node_id])
+
+    def drop(self, node_id: str) -> None:
+        """Forgets a keeper whose node, or which itself, is lost; ends it if it lives. Does not wait."""
+        with self._lock:
+            handle = self._handles.pop(node_id, None)
+            self.addresses.pop(node_id, None)
+            self._ranks.pop(node_id, None)
+            self._beats.pop(node_id, None)
+            self._silent.pop(node_id, None)
+            self._polls = {r: p for r, p in self._polls.items() if p[0] != node_id}
+        if handle is not None:
+            _kill(handle)
+
+    def close(self) -> None:
+        """Ends all keepers of the run and gives their memory back; idempotent."""
+        with self._lock:
+            handles = {**self._handles, **_find(self._namespace)}
+            self._handles, self.addresses, self._beats = {}, {}, {}
+            self._polls, self._expected, self._ranks = {}, {}, {}
+        _answers({node_id: _on(h, "close", _CONTROL).remote() for node_id, h in handles.items()}, COMMIT_SECONDS)
+        for handle in handles.values():
+            _kill(handle)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Memory that each reachable keeper holds, by node id."""
+        return {node_id: i.bytes for node_id, i in self._inventories().items()}
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def assign(self, generation: int, node_of_rank: Sequence[str]) -> None:
+        """Tells the keepers which ranks of a generation are theirs and where replicas go; fences older generations.
+
+        With the same generation as before (a keeper was replaced): steps in flight are expected again.
+
+        Args:
+            generation: of the ranks' groups.
+            node_of_rank: node id of each rank.
+
+        Raises:
+            KeeperLost: a keeper does not answer, or a rank's node has none.
+            StaleGenerationError: a newer driver has the keepers.
+        """
+        ranks: dict[str, list[int]] = {}
+        for rank, node_id in enumerate(node_of_rank):
+            ranks.setdefault(node_id, []).append(rank)
+        for node_id in ranks:
+            if node_id not in self.addresses:
+                raise _lost(node_id, "there is none on the node of a rank")
+        peers = replica_homes(list(ranks), list(self.addresses))
+        live = list(self.addresses.values())
+        with self._lock:
+            handles = dict(self._handles)
+        calls = {
+            node_id: _on(handle, "assign", _CONTROL).remote(
+                generation,
+                ranks.get(node_id, []),
+                None if peers[node_id] is None else self.addresses[peers[node_id]],
+                live,
+            )
+            for node_id, handle in handles.items()
+        }
+        self._raise_first(_answers(calls, ORDER_SECONDS))
+        expected = {} if generation != self._generation else {step: e.began for step, e in self._expected.items()}
+        with self._lock:
+            self._generation, self._ranks, self._polls, self._expected = generation, ranks, {}, {}
+        for step, began in expected.items():
+            self._expect(step, began)
+
+    def expect(self, step: int) -> None:
+        """Starts to wait for the images of `step`; `poll` tells when all are there. Any number may be in flight."""
+        self._expect(step, time.monotonic())
+
+    def poll(self, timeout: float = 0.0) -> list[Collected]:
+        """Steps whose shards are all in since the last call, oldest first.
+
+        Args:
+            timeout: seconds to wait for the first.
+
+        Raises:
+            KeeperLost: a keeper died or answers no more.
+            StaleGenerationError: a newer driver has the keepers.
+            ClusterError: a keeper's peer refuses replicas, with the reason.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            done = self._poll_once(max(0.0, min(deadline - time.monotonic(), 0.5)))
+            if done or time.monotonic() >= deadline:
+                return done
+
+    def commit(self, manifest: Manifest) -> None:
+        """Tells the keepers that a step is committed; waits for the reachable ones, at most `COMMIT_SECONDS`.
+
+        Raises:
+            StaleGenerationError: a newer driver has the keepers.
+            KeeperLost: not one acknowledged it.
+        """
+        shared = ray.put(manifest)
+        with self._lock:
+            calls = {n: _on(h, "commit", _CONTROL).remote(shared) for n, h in self._handles.items()}
+        answers = _answers(calls, COMMIT_SECONDS)
+        failures = {n: a for n, a in answers.items() if isinstance(a, BaseException)}
+        for answer in failures.values():
+            if isinstance(answer, StaleGenerationError):
+                raise answer
+        if answers and len(failures) == len(answers):
+            self._raise_first(failures)
+
+    # -- recovery ---------------------------------------------------------------------------------------------------
+
+    def newest(self) -> MemoryPoint | None:
+        """The newest step that the reachable keepers hold whole; None if there is none. See `newest_point`."""
+        with self._lock:
+            addresses = dict(self.addresses)
+        held = {addresses[n]: i for n, i in self._inventories().items() if n in addresses}
+        return newest_point(held, run_id=str(self._options.get("run_id", "")))
+
+    def keep_only(self, point: MemoryPoint | None) -> None:
+        """The run continues from `point`: everything else in memory is given up; everything, for None.
+
+        Raises:
+            KeeperLost: a keeper does not answer.
+        """
+        manifest = None if point is None else point.manifest
+        arguments = (-1, -1, []) if manifest is None else (*manifest.age, [s.file for s in manifest.shards])
+        with self._lock:
+            calls = {n: _on(h, "keep_only", _CONTROL).remote(*arguments) for n, h in self._handles.items()}
+        self._raise_first(_answers(calls, ORDER_SECONDS))
+
+    def kill_process(self, node_id: str, pid: int, started: float) -> bool:
+        """Kills a process of a node at once; waits at most a second.
+
+        Args:
+            node_id: of the node.
+            pid: of the process.
+            started: its `psutil.Process(pid).create_time()`.
+
+        Returns:
+            False: nobody there: no keeper that answers, or no such process.
+        """
+        with self._lock:
+            handle = self._handles.get(node_id)
+        if handle is None:
+            return False
+        answer = _answers({node_id: _on(handle, "kill", _CONTROL).remote(pid, started)}, 1.0)[node_id]
+        return answer is True
+
+    def beat(self) -> None:
+        """Tells the keepers that the driver lives; does not wait. What does not answer is `KeeperLost` in `poll`."""
+        now = time.monotonic()
+        with self._lock:
+            for node_id, handle in self._handles.items():
+                before = self._beats.get(node_id)
+                if before is not None:
+                    answer = _answers({node_id: before[0]}, 0.0)[node_id]
+                    if isinstance(answer, GetTimeoutError):
+                        if now - before[1] > ORDER_SECONDS:
+                            self._silent.setdefault(node_id, (before[1], f"no answer for {ORDER_SECONDS:.0f} s"))
+                        continue
+                    self._note(node_id, answer)
+                self._beats[node_id] = (_on(handle, "beat", _CONTROL).remote(self._generation), now)
+
+    # -- storage ----------------------------------------------------------------------------------------------------
+
+    def persist(self, manifest: Manifest, folder: str, *, commit: bool = False) -> "Flush":
+        """Orders the keepers to write a committed step to storage, beside the run. Call it before the next `commit`:
+        from here on the shards stay where they are until they are written.
+
+        Args:
+            manifest: of the step.
+            folder: of the step on storage.
+            commit: the keepers also commit it there; else the caller does, when the flush is done.
+
+        Raises:
+            CheckpointError: a shard is held by no keeper that answers.
+        """
+        wanted = [s.file for s in manifest.shards]
+        if any((manifest.step, file) not in self._where for file in wanted):
+            self._look_up(manifest)
+        homes = {file: list(self._where.get((manifest.step, file), ())) for file in wanted}
+        chosen: dict[str, list[str]] = {}
+        while wanted:
+            asked: dict[str, list[str]] = {}
+            for file in wanted:
+                node_id = next((n for n in homes[file] if n in self.addresses), None)
+                if node_id is None:
+                    raise CheckpointError(
+                        f"{file} of step {manifest.step} is held by no keeper that answers",
+                        fix="write a newer step, or continue from the newest checkpoint",
+                    )
+                asked.setdefault(node_id, []).append(file)
+            with self._lock:
+                calls = {
+                    n: _on(self._handles[n], "pin", _CONTROL).remote(manifest.step, files) for n, files in asked.items()
+                }
+            wanted = []
+            for node_id, answer in _answers(calls, COMMIT_SECONDS).items():
+                missing = asked[node_id] if isinstance(answer, BaseException) else answer
+                for file in missing:
+                    homes[file].remove(node_id)
+                wanted += missing
+                chosen.setdefault(node_id, []).extend(f for f in asked[node_id] if f not in missing)
+        shared = ray.put(manifest)
+        with self._lock:
+            return Flush(
+                {
+                    _on(self._handles[n], "persist", _DISK).remote(shared, folder, files, commit=commit): n
+                    for n, files in chosen.items()
+                    if files
+                }
+            )
+
+    # -- pieces -----------------------------------------------------------------------------------------------------
+
+    def _start_on(self, node_ids: Sequence[str]) -> None:
+        remote = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(Keeper)
+        handles: dict[str, Any] = {}
+        deadline = time.monotonic() + START_SECONDS
+        for node_id in node_ids:
+            made = remote.options(
+                name=f"{_PREFIX}{node_id}",
+                namespace=self._namespace,
+                lifetime="detached",
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                runtime_env={"env_vars": {"MALLOC_ARENA_MAX": "2"}},
+            )
+            while True:
+                try:
+                    handles[node_id] = made.remote(**self._options, generation=self._generation)
+                    break
+                except ValueError as error:  # the one before has not quite ended
+                    if time.monotonic() > deadline:
+                        raise ClusterError(f"no keeper on node {node_id[:8]}: {error}", fix="see the reason") from error
+                    time.sleep(0.1)
+        calls = {node_id: _on(h, "address", _CONTROL).remote() for node_id, h in handles.items()}
+        for node_id, answer in _answers(calls, START_SECONDS).items():
+            if not isinstance(answer, KeeperAddress):
+                for handle in handles.values():
+                    _kill(handle)
+                raise ClusterError(
+                    f"the keeper on node {node_id[:8]} does not start: {answer}",
+                    fix="look at the node's log (memory, Python environment); then run the same command again",
+                    node_id=node_id,
+                ) from (answer if isinstance(answer, BaseException) else None)
+            with self._lock:
+                self._handles[node_id], self.addresses[node_id] = handles[node_id], answer
+
+    def _expect(self, step: int, began: float) -> None:
+        with self._lock:
+            self._expected[step] = _Expected(began=began)
+            for node_id in self._ranks:
+                self._ask(node_id, step)
+
+    def _ask(self, node_id: str, step: int) -> None:
+        call = _on(self._handles[node_id], "collect", _COLLECT)
+        self._polls[call.remote(self._generation, step, POLL_SECONDS)] = (node_id, step, time.monotonic())
+
+    def _poll_once(self, timeout: float) -> list[Collected]:
+        with self._lock:
+            references = list(self._polls)
+        if references:
+            ready, _ = ray.wait(references, num_returns=1, timeout=timeout)
+            if ready:
+                ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        else:
+            ready = []
+            time.sleep(min(timeout, 0.05))
+        now = time.monotonic()
+        answers = {r: _answers({"": r}, 0.0)[""] for r in ready}
+        with self._lock:
+            for reference, answer in answers.items():
+                node_id, step, _ = self._polls.pop(reference, ("", -1, 0.0))
+                if step not in self._expected or node_id not in self._ranks:
+                    continue
+                if isinstance(answer, StaleGenerationError | ClusterError) and not isinstance(answer, KeeperLost):
+                    raise answer
+                self._note(node_id, answer)
+                if isinstance(answer, list):
+                    self._expected[step].answers[node_id] = answer
+                else:
+                    self._ask(node_id, step)
+            for node_id, _, asked in self._polls.values():
+                if now - asked > POLL_SECONDS + ORDER_SECONDS:
+                    self._silent.setdefault(node_id, (asked, f"no answer for {now - asked:.0f} s"))
+            for node_id, (since, cause) in self._silent.items():
+                if now - since > UNAVAILABLE_SECONDS:
+                    raise _lost(node_id, cause)
+            return self._complete_steps(now)
+
+    def _complete_steps(self, now: float) -> list[Collected]:
+        done: list[Collected] = []
+        for step in sorted(self._expected):
+            expected = self._expected[step]
+            if set(expected.answers) != set(self._ranks):
+                continue
+            del self._expected[step]
+            by_rank: dict[int, ShardRecord] = {}
+            peers = replica_homes(list(self._ranks), list(self.addresses))
+            for node_id, records in expected.answers.items():
+                by_rank.update(zip(self._ranks[node_id], records, strict=True))
+                for record in records:
+                    self._where[step, record.file] = [n for n in (node_id, peers[node_id]) if n is not None]
+            shards = tuple(by_rank[rank] for rank in sorted(by_rank))
+            done.append(
+                Collected(step=step, shards=shards, bytes=sum(s.bytes for s in shards), seconds=now - expected.began)
+            )
+            oldest = sorted({key[0] for key in self._where})[-4:][0]
+            self._where = {key: homes for key, homes in self._where.items() if key[0] >= oldest}
+        return done
+
+    def _note(self, node_id: str, answer: Any) -> None:
+        """What an answer says about the health of a keeper."""
+        if isinstance(answer, ActorUnavailableError):
+            self._silent.setdefault(node_id, (time.monotonic(), _first_line(answer)))
+        elif isinstance(answer, RayActorError):
+            self._silent[node_id] = (float("-inf"), _first_line(answer))
+        elif isinstance(answer, BaseException) and not isinstance(answer, RaycpError | GetTimeoutError):
+            self._silent[node_id] = (float("-inf"), f"{type(answer).__name__}: {_first_line(answer)}")
+        else:
+            self._silent.pop(node_id, None)
+
+    def _raise_first(self, answers: Mapping[str, Any]) -> None:
+        for node_id, answer in answers.items():
+            if isinstance(answer, RaycpError):
+                raise answer
+            if isinstance(answer, BaseException):
+                raise _lost(node_id, f"{type(answer).__name__}: {_first_line(answer)}") from answer
+
+    def _inventories(self) -> dict[str, Inventory]:
+        with self._lock:
+            calls = {n: _on(h, "inventory", _CONTROL).remote() for n, h in self._handles.items()}
+        answers = _answers(calls, SETTLE_SECONDS + COMMIT_SECONDS)
+        return {n: a for n, a in answers.items() if isinstance(a, Inventory)}
+
+    def _look_up(self, manifest: Manifest) -> None:
+        for node_id, inventory in self._inventories().items():
+            for shard in inventory.shards:
+                homes = self._where.setdefault((shard.step, shard.record.file), [])
+                if node_id not in homes:
+                    homes.insert(len(homes) if shard.replica else 0, node_id)
+
+
+class Flush:
+    """A step on its way from the keepers to storage."""
+
+    def __init__(self, calls: Mapping[Any, str]) -> None:
+        self._calls = dict(calls)
+
+    def poll(self) -> bool:
+        """Whether all is written.
+
+        Raises:
+            OSError: the storage refused.
+            CheckpointError: an image was damaged, or is gone.
+            KeeperLost: a keeper was lost before it had written its part.
+        """
+        return self.wait(0.0)
+
+    def wait(self, timeout: float) -> bool:
+        """As `poll`, after at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        for reference, node_id in list(self._calls.items()):
+            answer = _answers({node_id: reference}, max(0.0, deadline - time.monotonic()))[node_id]
+            if isinstance(answer, GetTimeoutError):
+                continue
+            if isinstance(answer, RayError):
+                raise _lost(node_id, _first_line(answer))
+            if isinstance(answer, BaseException):
+                raise answer
+            del self._calls[reference]
+        return not self._calls
+
+
+def _find(namespace: str) -> dict[str, Any]:
+    """Handles of the keepers of a namespace, by node id."""
+    found: dict[str, Any] = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == namespace and entry["name"].startswith(_PREFIX):
+            with contextlib.suppress(ValueError):  # it ended meanwhile
+                found[entry["name"].removeprefix(_PREFIX)] = ray.get_actor(entry["name"], namespace=namespace)
+    return found
+
+
+def _on(handle: Any, method: str, group: str) -> Any:
+    return getattr(handle, method).options(concurrency_group=group)
+
+
+def _answers(calls: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """What each call gave within `timeout` seconds of now, exceptions included: `GetTimeoutError` for no answer."""
+    if not calls:
+        return {}
+    ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout)
+    answers: dict[str, Any] = {}
+    for node_id, reference in calls.items():
+        try:
+            answers[node_id] = ray.get(reference, timeout=0)
+        except RayTaskError as error:
+            answers[node_id] = error.cause if isinstance(error.cause, BaseException) else error
+        except (RayError, RaycpError) as error:
+            answers[node_id] = error
+    return answers
+
+
+def _kill(handle: Any) -> None:
+    with contextlib.suppress(RayError):  # it was dead already
+        ray.kill(handle, no_restart=True)
+
+
+def _lost(node_id: str, cause: str) -> KeeperLost:
+    return KeeperLost(
+        f"the keeper of node {node_id[:8]} is lost: {cause}",
+        fix="the run starts another one; look at the node's log for the reason (out of memory?)",
+        node_id=node_id,
+        cause=cause,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
