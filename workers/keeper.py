@@ -12,19 +12,19 @@ import contextlib
 import hashlib
 import os
 import secrets
-import signal
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
-from raycp.training.committed import commit_if_whole, newest_committed, step_folder
+from raycp.training.committed import commit_if_whole
 from raycp.training.manifest import Manifest, ShardRecord
 from raycp.training.storage import Storage
 from workers.exchange import WAIT_SECONDS, Exchange
+from workers.flush import flush_alone, verified_pieces
+from workers.processes import kill_process
 from workers.slots import Slot, SlotState
 from workers.wire import KeeperAddress, Server, listen_tcp, listen_unix
 
@@ -32,9 +32,6 @@ SETTLE_SECONDS = 30.0
 """How long an inventory waits for checksums that are being computed."""
 GRACE_SECONDS = 5.0
 """How long the holder of a replica leaves the writing to the holder of the original."""
-_BLOCK = 1 << 24
-_SAME_START = 2.0
-"""Seconds by which two readings of a process's start may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,23 +271,7 @@ class Keeper:
             False: it is gone, or another process has its id.
         """
         self._heard = time.monotonic()
-        import psutil
-
-        if pid in (0, 1, os.getpid()):
-            return False
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return False
-        try:  # the descriptor is of one process for good, so nothing can come between the question and the signal
-            if abs(psutil.Process(pid).create_time() - started) > _SAME_START:
-                return False
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            return False
-        finally:
-            os.close(handle)
-        return True
+        return kill_process(pid, started)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -387,7 +368,7 @@ class Keeper:
 
     def _write(self, storage: Storage, step: int, shard: ShardRecord) -> None:
         with self._image(step, shard) as view:
-            storage.write(shard.file, _verified(view, shard))
+            storage.write(shard.file, verified_pieces(view, shard))
 
     # -- without a driver -------------------------------------------------------------------------------------------
 
@@ -415,47 +396,19 @@ class Keeper:
             return
 
     def _flush(self) -> None:
-        with self._changed:
-            manifest = self._manifests[-1] if self._manifests else None
-        if manifest is None:
-            return
-        stored = newest_committed(self._checkpoints)
-        if stored is not None and stored.run_id == manifest.run_id and stored.age >= manifest.age:
-            return
-        folder = step_folder(self._checkpoints, manifest.step)
         table = self._exchange.table
         with self._changed:
+            manifest = self._manifests[-1] if self._manifests else None
+            if manifest is None:
+                return
             held = {s.file: table.find(manifest.step, s.file) for s in manifest.shards}
-        own = [s for s in manifest.shards if (slot := held[s.file]) is not None and not slot.replica]
-        replicas = [s for s in manifest.shards if (slot := held[s.file]) is not None and slot.replica]
-        for shard in own:
-            if folder.size(shard.file) != shard.bytes:
-                self._write(folder, manifest.step, shard)
-        deadline = time.monotonic() + min(GRACE_SECONDS, self._ttl)
-        for shard in replicas:
-            while folder.size(shard.file) != shard.bytes:
-                if time.monotonic() >= deadline:
-                    self._write(folder, manifest.step, shard)
-                    break
-                self._closed.wait(0.2)
-        commit_if_whole(folder, manifest)
-
-
-def _verified(view: memoryview, shard: ShardRecord) -> Iterator[memoryview]:
-    """The image in pieces.
-
-    Raises:
-        CheckpointError: after the last piece, if the checksum is another one: the file is not made then.
-    """
-    found = 0
-    for start in range(0, len(view), _BLOCK):
-        piece = view[start : start + _BLOCK]
-        found = zlib.crc32(piece, found)
-        yield piece
-    if found != shard.crc32:
-        raise CheckpointError(
-            f"{shard.file} was damaged in memory: checksum {found:08x}, not {shard.crc32:08x}",
-            fix="check the memory of that machine; the copy on the next node is intact",
+        flush_alone(
+            manifest,
+            self._checkpoints,
+            own={file for file, slot in held.items() if slot is not None and not slot.replica},
+            replicas={file for file, slot in held.items() if slot is not None and slot.replica},
+            write=lambda folder, shard: self._write(folder, manifest.step, shard),
+            grace=min(GRACE_SECONDS, self._ttl),
         )
 
 

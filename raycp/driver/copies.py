@@ -3,7 +3,7 @@
 Guarantees: pure functions of what the keepers report; nothing here asks anybody. Costs nothing worth measuring.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from raycp.training.manifest import Manifest, ShardRecord, coverage_problem
@@ -12,8 +12,15 @@ from workers.memory_reader import MemoryPoint
 from workers.wire import KeeperAddress
 
 
-def newest_point(held: Mapping[KeeperAddress, Inventory], *, run_id: str) -> MemoryPoint | None:
+def newest_point(
+    held: Mapping[KeeperAddress, Inventory], *, run_id: str, known: Collection[int] | None = None
+) -> MemoryPoint | None:
     """The newest step of which every row is held.
+
+    Args:
+        held: what each keeper has.
+        run_id: of the run.
+        known: never committed steps that may count, since the driver has their reports; None: all of them.
 
     Committed steps count by their manifest. A step that was never committed counts if all its shards are there and
     cover every row: the driver died, or the keepers of a node, before the commit; `cursor`, `grid` and `extra` of its
@@ -32,6 +39,8 @@ def newest_point(held: Mapping[KeeperAddress, Inventory], *, run_id: str) -> Mem
     newest = manifests[max(manifests)] if manifests else None
     for (generation, step), files in loose.items():
         records = [record for found in files.values() for record in found]
+        if known is not None and step not in known:
+            continue
         if (generation, step) in manifests or len(records) > len(files) or coverage_problem(records):
             continue
         manifests[generation, step] = Manifest(

@@ -7,22 +7,34 @@ does not answer. Costs one process on each node (about 1 s to start) and, for ea
 message for each node.
 """
 
-import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycp.driver.cluster import NodeInfo, live_nodes
 from raycp.driver.copies import SnapshotBudget, newest_point, replica_homes, snapshot_budget
+from raycp.driver.keeper_calls import (
+    COLLECT,
+    CONTROL,
+    DISK,
+    Flush,
+    KeeperLost,
+    answers_of,
+    end_actor,
+    find_keepers,
+    first_line,
+    lost,
+    on,
+    start_keepers,
+)
 from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
 from raycp.training.manifest import Manifest, ShardRecord
-from workers.keeper import SETTLE_SECONDS, Inventory, Keeper
+from workers.keeper import SETTLE_SECONDS, Inventory
 from workers.memory_reader import MemoryPoint
 from workers.wire import KeeperAddress
 
@@ -37,8 +49,6 @@ __all__ = [
     "snapshot_budget",
 ]
 
-START_SECONDS = 60.0
-"""How long a new keeper may take to answer."""
 ORDER_SECONDS = 10.0
 """How long a keeper may take to answer an order."""
 COMMIT_SECONDS = 2.0
@@ -46,18 +56,6 @@ POLL_SECONDS = 5.0
 """Length of one long poll."""
 UNAVAILABLE_SECONDS = 3.0
 """How long a keeper may be out of reach before it counts as lost."""
-_PREFIX = "keeper-"
-_CONTROL, _COLLECT, _DISK = "control", "collect", "disk"
-_GROUPS = {_CONTROL: 8, _COLLECT: 32, _DISK: 8}
-
-
-class KeeperLost(RaycpError, RuntimeError):  # noqa: N818 - as worker_lost, the event
-    """A keeper died or answers no more. `details`: node_id, cause."""
-
-    @property
-    def node_id(self) -> str:
-        """Ray's id of its node."""
-        return str(self.details["node_id"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +134,17 @@ class Keepers:
         """
         options = {"run_id": run_id, "secret": secret, "ttl": ttl, "checkpoints": checkpoints}
         keepers = cls(options, namespace, generation)
-        found = _find(namespace)
+        found = find_keepers(namespace)
         alive = {n.node_id for n in live_nodes()}
         fences = {
-            node_id: _on(handle, "fence", _CONTROL).remote(generation)
+            node_id: on(handle, "fence", CONTROL).remote(generation)
             for node_id, handle in found.items()
             if node_id in alive
         }
-        answers = _answers(fences, ORDER_SECONDS)
-        located = _answers(
+        answers = answers_of(fences, ORDER_SECONDS)
+        located = answers_of(
             {
-                node_id: _on(found[node_id], "address", _CONTROL).remote()
+                node_id: on(found[node_id], "address", CONTROL).remote()
                 for node_id, answer in answers.items()
                 if not isinstance(answer, BaseException)
             },
@@ -159,7 +157,7 @@ class Keepers:
             if isinstance(address, KeeperAddress):
                 keepers._handles[node_id], keepers.addresses[node_id] = found[node_id], address
             else:
-                _kill(found[node_id])
+                end_actor(found[node_id])
         keepers._start_on([n.node_id for n in nodes if n.node_id not in keepers.addresses])
         return keepers
 
@@ -167,9 +165,9 @@ class Keepers:
     def attach(cls, namespace: str) -> "Keepers":
         """The keepers of a run that are there: starts none and fences nobody. For a look at them, and for `close`."""
         keepers = cls({}, namespace, 0)
-        keepers._handles = _find(namespace)
-        calls = {node_id: _on(h, "address", _CONTROL).remote() for node_id, h in keepers._handles.items()}
-        for node_id, answer in _answers(calls, ORDER_SECONDS).items():
+        keepers._handles = find_keepers(namespace)
+        calls = {node_id: on(h, "address", CONTROL).remote() for node_id, h in keepers._handles.items()}
+        for node_id, answer in answers_of(calls, ORDER_SECONDS).items():
             if isinstance(answer, KeeperAddress):
                 keepers.addresses[node_id] = answer
         return keepers
@@ -193,17 +191,17 @@ class Keepers:
             self._silent.pop(node_id, None)
             self._polls = {r: p for r, p in self._polls.items() if p[0] != node_id}
         if handle is not None:
-            _kill(handle)
+            end_actor(handle)
 
     def close(self) -> None:
         """Ends all keepers of the run and gives their memory back; idempotent."""
         with self._lock:
-            handles = {**self._handles, **_find(self._namespace)}
+            handles = {**self._handles, **find_keepers(self._namespace)}
             self._handles, self.addresses, self._beats = {}, {}, {}
             self._polls, self._expected, self._ranks = {}, {}, {}
-        _answers({node_id: _on(h, "close", _CONTROL).remote() for node_id, h in handles.items()}, COMMIT_SECONDS)
+        answers_of({node_id: on(h, "close", CONTROL).remote() for node_id, h in handles.items()}, COMMIT_SECONDS)
         for handle in handles.values():
-            _kill(handle)
+            end_actor(handle)
 
     def held_bytes(self) -> dict[str, int]:
         """Memory that each reachable keeper holds, by node id."""
@@ -229,13 +227,13 @@ class Keepers:
             ranks.setdefault(node_id, []).append(rank)
         for node_id in ranks:
             if node_id not in self.addresses:
-                raise _lost(node_id, "there is none on the node of a rank")
+                raise lost(node_id, "there is none on the node of a rank")
         peers = replica_homes(list(ranks), list(self.addresses))
         live = list(self.addresses.values())
         with self._lock:
             handles = dict(self._handles)
         calls = {
-            node_id: _on(handle, "assign", _CONTROL).remote(
+            node_id: on(handle, "assign", CONTROL).remote(
                 generation,
                 ranks.get(node_id, []),
                 None if peers[node_id] is None else self.addresses[peers[node_id]],
@@ -243,7 +241,7 @@ class Keepers:
             )
             for node_id, handle in handles.items()
         }
-        self._raise_first(_answers(calls, ORDER_SECONDS))
+        self._raise_first(answers_of(calls, ORDER_SECONDS))
         expected = {} if generation != self._generation else {step: e.began for step, e in self._expected.items()}
         with self._lock:
             self._generation, self._ranks, self._polls, self._expected = generation, ranks, {}, {}
@@ -280,8 +278,8 @@ class Keepers:
         """
         shared = ray.put(manifest)
         with self._lock:
-            calls = {n: _on(h, "commit", _CONTROL).remote(shared) for n, h in self._handles.items()}
-        answers = _answers(calls, COMMIT_SECONDS)
+            calls = {n: on(h, "commit", CONTROL).remote(shared) for n, h in self._handles.items()}
+        answers = answers_of(calls, COMMIT_SECONDS)
         failures = {n: a for n, a in answers.items() if isinstance(a, BaseException)}
         for answer in failures.values():
             if isinstance(answer, StaleGenerationError):
@@ -291,12 +289,12 @@ class Keepers:
 
     # -- recovery ---------------------------------------------------------------------------------------------------
 
-    def newest(self) -> MemoryPoint | None:
+    def newest(self, known: Collection[int] | None = None) -> MemoryPoint | None:
         """The newest step that the reachable keepers hold whole; None if there is none. See `newest_point`."""
         with self._lock:
             addresses = dict(self.addresses)
         held = {addresses[n]: i for n, i in self._inventories().items() if n in addresses}
-        return newest_point(held, run_id=str(self._options.get("run_id", "")))
+        return newest_point(held, run_id=str(self._options.get("run_id", "")), known=known)
 
     def keep_only(self, point: MemoryPoint | None) -> None:
         """The run continues from `point`: everything else in memory is given up; everything, for None.
@@ -307,8 +305,8 @@ class Keepers:
         manifest = None if point is None else point.manifest
         arguments = (-1, -1, []) if manifest is None else (*manifest.age, [s.file for s in manifest.shards])
         with self._lock:
-            calls = {n: _on(h, "keep_only", _CONTROL).remote(*arguments) for n, h in self._handles.items()}
-        self._raise_first(_answers(calls, ORDER_SECONDS))
+            calls = {n: on(h, "keep_only", CONTROL).remote(*arguments) for n, h in self._handles.items()}
+        self._raise_first(answers_of(calls, ORDER_SECONDS))
 
     def kill_process(self, node_id: str, pid: int, started: float) -> bool:
         """Kills a process of a node at once; waits at most a second.
@@ -325,8 +323,14 @@ class Keepers:
             handle = self._handles.get(node_id)
         if handle is None:
             return False
-        answer = _answers({node_id: _on(handle, "kill", _CONTROL).remote(pid, started)}, 1.0)[node_id]
+        answer = answers_of({node_id: on(handle, "kill", CONTROL).remote(pid, started)}, 1.0)[node_id]
         return answer is True
+
+    def unreachable(self, seconds: float) -> list[str]:
+        """Nodes whose keeper does not answer within `seconds`: it died, or its node is gone or cut off."""
+        with self._lock:
+            calls = {n: on(h, "address", CONTROL).remote() for n, h in self._handles.items()}
+        return [n for n, answer in answers_of(calls, seconds).items() if not isinstance(answer, KeeperAddress)]
 
     def beat(self) -> None:
         """Tells the keepers that the driver lives; does not wait. What does not answer is `KeeperLost` in `poll`."""
@@ -335,13 +339,13 @@ class Keepers:
             for node_id, handle in self._handles.items():
                 before = self._beats.get(node_id)
                 if before is not None:
-                    answer = _answers({node_id: before[0]}, 0.0)[node_id]
+                    answer = answers_of({node_id: before[0]}, 0.0)[node_id]
                     if isinstance(answer, GetTimeoutError):
                         if now - before[1] > ORDER_SECONDS:
                             self._silent.setdefault(node_id, (before[1], f"no answer for {ORDER_SECONDS:.0f} s"))
                         continue
                     self._note(node_id, answer)
-                self._beats[node_id] = (_on(handle, "beat", _CONTROL).remote(self._generation), now)
+                self._beats[node_id] = (on(handle, "beat", CONTROL).remote(self._generation), now)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -374,10 +378,10 @@ class Keepers:
                 asked.setdefault(node_id, []).append(file)
             with self._lock:
                 calls = {
-                    n: _on(self._handles[n], "pin", _CONTROL).remote(manifest.step, files) for n, files in asked.items()
+                    n: on(self._handles[n], "pin", CONTROL).remote(manifest.step, files) for n, files in asked.items()
                 }
             wanted = []
-            for node_id, answer in _answers(calls, COMMIT_SECONDS).items():
+            for node_id, answer in answers_of(calls, COMMIT_SECONDS).items():
                 missing = asked[node_id] if isinstance(answer, BaseException) else answer
                 for file in missing:
                     homes[file].remove(node_id)
@@ -387,7 +391,7 @@ class Keepers:
         with self._lock:
             return Flush(
                 {
-                    _on(self._handles[n], "persist", _DISK).remote(shared, folder, files, commit=commit): n
+                    on(self._handles[n], "persist", DISK).remote(shared, folder, files, commit=commit): n
                     for n, files in chosen.items()
                     if files
                 }
@@ -396,38 +400,10 @@ class Keepers:
     # -- pieces -----------------------------------------------------------------------------------------------------
 
     def _start_on(self, node_ids: Sequence[str]) -> None:
-        remote = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(Keeper)
-        handles: dict[str, Any] = {}
-        deadline = time.monotonic() + START_SECONDS
-        for node_id in node_ids:
-            made = remote.options(
-                name=f"{_PREFIX}{node_id}",
-                namespace=self._namespace,
-                lifetime="detached",
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-                runtime_env={"env_vars": {"MALLOC_ARENA_MAX": "2"}},
-            )
-            while True:
-                try:
-                    handles[node_id] = made.remote(**self._options, generation=self._generation)
-                    break
-                except ValueError as error:  # the one before has not quite ended
-                    if time.monotonic() > deadline:
-                        raise ClusterError(f"no keeper on node {node_id[:8]}: {error}", fix="see the reason") from error
-                    time.sleep(0.1)
-        calls = {node_id: _on(h, "address", _CONTROL).remote() for node_id, h in handles.items()}
-        for node_id, answer in _answers(calls, START_SECONDS).items():
-            if not isinstance(answer, KeeperAddress):
-                for handle in handles.values():
-                    _kill(handle)
-                raise ClusterError(
-                    f"the keeper on node {node_id[:8]} does not start: {answer}",
-                    fix="look at the node's log (memory, Python environment); then run the same command again",
-                    node_id=node_id,
-                ) from (answer if isinstance(answer, BaseException) else None)
-            with self._lock:
-                self._handles[node_id], self.addresses[node_id] = handles[node_id], answer
+        made = start_keepers(node_ids, self._namespace, {**self._options, "generation": self._generation})
+        with self._lock:
+            for node_id, (handle, address) in made.items():
+                self._handles[node_id], self.addresses[node_id] = handle, address
 
     def _expect(self, step: int, began: float) -> None:
         with self._lock:
@@ -436,7 +412,7 @@ class Keepers:
                 self._ask(node_id, step)
 
     def _ask(self, node_id: str, step: int) -> None:
-        call = _on(self._handles[node_id], "collect", _COLLECT)
+        call = on(self._handles[node_id], "collect", COLLECT)
         self._polls[call.remote(self._generation, step, POLL_SECONDS)] = (node_id, step, time.monotonic())
 
     def _poll_once(self, timeout: float) -> list[Collected]:
@@ -450,7 +426,7 @@ class Keepers:
             ready = []
             time.sleep(min(timeout, 0.05))
         now = time.monotonic()
-        answers = {r: _answers({"": r}, 0.0)[""] for r in ready}
+        answers = {r: answers_of({"": r}, 0.0)[""] for r in ready}
         with self._lock:
             for reference, answer in answers.items():
                 node_id, step, _ = self._polls.pop(reference, ("", -1, 0.0))
@@ -468,7 +444,7 @@ class Keepers:
                     self._silent.setdefault(node_id, (asked, f"no answer for {now - asked:.0f} s"))
             for node_id, (since, cause) in self._silent.items():
                 if now - since > UNAVAILABLE_SECONDS:
-                    raise _lost(node_id, cause)
+                    raise lost(node_id, cause)
             return self._complete_steps(now)
 
     def _complete_steps(self, now: float) -> list[Collected]:
@@ -495,11 +471,11 @@ class Keepers:
     def _note(self, node_id: str, answer: Any) -> None:
         """What an answer says about the health of a keeper."""
         if isinstance(answer, ActorUnavailableError):
-            self._silent.setdefault(node_id, (time.monotonic(), _first_line(answer)))
+            self._silent.setdefault(node_id, (time.monotonic(), first_line(answer)))
         elif isinstance(answer, RayActorError):
-            self._silent[node_id] = (float("-inf"), _first_line(answer))
+            self._silent[node_id] = (float("-inf"), first_line(answer))
         elif isinstance(answer, BaseException) and not isinstance(answer, RaycpError | GetTimeoutError):
-            self._silent[node_id] = (float("-inf"), f"{type(answer).__name__}: {_first_line(answer)}")
+            self._silent[node_id] = (float("-inf"), f"{type(answer).__name__}: {first_line(answer)}")
         else:
             self._silent.pop(node_id, None)
 
@@ -508,12 +484,12 @@ class Keepers:
             if isinstance(answer, RaycpError):
                 raise answer
             if isinstance(answer, BaseException):
-                raise _lost(node_id, f"{type(answer).__name__}: {_first_line(answer)}") from answer
+                raise lost(node_id, f"{type(answer).__name__}: {first_line(answer)}") from answer
 
     def _inventories(self) -> dict[str, Inventory]:
         with self._lock:
-            calls = {n: _on(h, "inventory", _CONTROL).remote() for n, h in self._handles.items()}
-        answers = _answers(calls, SETTLE_SECONDS + COMMIT_SECONDS)
+            calls = {n: on(h, "inventory", CONTROL).remote() for n, h in self._handles.items()}
+        answers = answers_of(calls, SETTLE_SECONDS + COMMIT_SECONDS)
         return {n: a for n, a in answers.items() if isinstance(a, Inventory)}
 
     def _look_up(self, manifest: Manifest) -> None:
@@ -522,82 +498,3 @@ class Keepers:
                 homes = self._where.setdefault((shard.step, shard.record.file), [])
                 if node_id not in homes:
                     homes.insert(len(homes) if shard.replica else 0, node_id)
-
-
-class Flush:
-    """A step on its way from the keepers to storage."""
-
-    def __init__(self, calls: Mapping[Any, str]) -> None:
-        self._calls = dict(calls)
-
-    def poll(self) -> bool:
-        """Whether all is written.
-
-        Raises:
-            OSError: the storage refused.
-            CheckpointError: an image was damaged, or is gone.
-            KeeperLost: a keeper was lost before it had written its part.
-        """
-        return self.wait(0.0)
-
-    def wait(self, timeout: float) -> bool:
-        """As `poll`, after at most `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        for reference, node_id in list(self._calls.items()):
-            answer = _answers({node_id: reference}, max(0.0, deadline - time.monotonic()))[node_id]
-            if isinstance(answer, GetTimeoutError):
-                continue
-            if isinstance(answer, RayError):
-                raise _lost(node_id, _first_line(answer))
-            if isinstance(answer, BaseException):
-                raise answer
-            del self._calls[reference]
-        return not self._calls
-
-
-def _find(namespace: str) -> dict[str, Any]:
-    """Handles of the keepers of a namespace, by node id."""
-    found: dict[str, Any] = {}
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == namespace and entry["name"].startswith(_PREFIX):
-            with contextlib.suppress(ValueError):  # it ended meanwhile
-                found[entry["name"].removeprefix(_PREFIX)] = ray.get_actor(entry["name"], namespace=namespace)
-    return found
-
-
-def _on(handle: Any, method: str, group: str) -> Any:
-    return getattr(handle, method).options(concurrency_group=group)
-
-
-def _answers(calls: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """What each call gave within `timeout` seconds of now, exceptions included: `GetTimeoutError` for no answer."""
-    if not calls:
-        return {}
-    ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout)
-    answers: dict[str, Any] = {}
-    for node_id, reference in calls.items():
-        try:
-            answers[node_id] = ray.get(reference, timeout=0)
-        except RayTaskError as error:
-            answers[node_id] = error.cause if isinstance(error.cause, BaseException) else error
-        except (RayError, RaycpError) as error:
-            answers[node_id] = error
-    return answers
-
-
-def _kill(handle: Any) -> None:
-    with contextlib.suppress(RayError):  # it was dead already
-        ray.kill(handle, no_restart=True)
-
-
-def _lost(node_id: str, cause: str) -> KeeperLost:
-    return KeeperLost(
-        f"the keeper of node {node_id[:8]} is lost: {cause}",
-        fix="the run starts another one; look at the node's log for the reason (out of memory?)",
-        node_id=node_id,
-        cause=cause,
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -1,0 +1,164 @@
+"""Ray calls to keepers: how they are found, started, asked and ended.
+
+Guarantees: a keeper is found by namespace and node whoever started it; an answer is a value or an exception, never a
+wait longer than stated. Costs about a second to start a keeper (a process without torch).
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycp.errors import ClusterError, RaycpError
+from workers.keeper import Keeper
+from workers.wire import KeeperAddress
+
+CONTROL, COLLECT, DISK = "control", "collect", "disk"
+"""Concurrency groups of a keeper: orders, long polls, writes."""
+START_SECONDS = 60.0
+"""How long a new keeper may take to answer."""
+_PREFIX = "keeper-"
+_GROUPS = {CONTROL: 8, COLLECT: 32, DISK: 8}
+
+
+class KeeperLost(RaycpError, RuntimeError):  # noqa: N818 - as worker_lost, the event
+    """A keeper died or answers no more. `details`: node_id, cause."""
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of its node."""
+        return str(self.details["node_id"])
+
+
+class Flush:
+    """A step on its way from the keepers to storage."""
+
+    def __init__(self, calls: Mapping[Any, str]) -> None:
+        self._calls = dict(calls)
+
+    def poll(self) -> bool:
+        """Whether all is written.
+
+        Raises:
+            OSError: the storage refused.
+            CheckpointError: an image was damaged, or is gone.
+            KeeperLost: a keeper was lost before it had written its part.
+        """
+        return self.wait(0.0)
+
+    def wait(self, timeout: float) -> bool:
+        """As `poll`, after at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        for reference, node_id in list(self._calls.items()):
+            answer = answers_of({node_id: reference}, max(0.0, deadline - time.monotonic()))[node_id]
+            if isinstance(answer, GetTimeoutError):
+                continue
+            if isinstance(answer, RayError):
+                raise lost(node_id, first_line(answer))
+            if isinstance(answer, BaseException):
+                raise answer
+            del self._calls[reference]
+        return not self._calls
+
+
+def find_keepers(namespace: str) -> dict[str, Any]:
+    """Handles of the keepers of a namespace, by node id."""
+    found: dict[str, Any] = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == namespace and entry["name"].startswith(_PREFIX):
+            with contextlib.suppress(ValueError):  # it ended meanwhile
+                found[entry["name"].removeprefix(_PREFIX)] = ray.get_actor(entry["name"], namespace=namespace)
+    return found
+
+
+def start_keepers(
+    node_ids: Sequence[str], namespace: str, arguments: Mapping[str, Any]
+) -> dict[str, tuple[Any, KeeperAddress]]:
+    """Starts a keeper on each node; (handle, address) by node id.
+
+    Args:
+        node_ids: nodes without one.
+        namespace: of the run.
+        arguments: of `Keeper`.
+
+    Raises:
+        ClusterError: one does not start; none is left behind then.
+    """
+    remote = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(Keeper)
+    handles: dict[str, Any] = {}
+    deadline = time.monotonic() + START_SECONDS
+    for node_id in node_ids:
+        made = remote.options(
+            name=f"{_PREFIX}{node_id}",
+            namespace=namespace,
+            lifetime="detached",
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            runtime_env={"env_vars": {"MALLOC_ARENA_MAX": "2"}},
+        )
+        while node_id not in handles:
+            try:
+                handles[node_id] = made.remote(**arguments)
+            except ValueError as error:  # the name is taken: the one before has not quite ended
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"no keeper on node {node_id[:8]}: {error}", fix="see the reason") from error
+                time.sleep(0.1)
+    answers = answers_of({n: on(h, "address", CONTROL).remote() for n, h in handles.items()}, START_SECONDS)
+    started: dict[str, tuple[Any, KeeperAddress]] = {}
+    for node_id, answer in answers.items():
+        if not isinstance(answer, KeeperAddress):
+            for handle in handles.values():
+                end_actor(handle)
+            raise ClusterError(
+                f"the keeper on node {node_id[:8]} does not start: {first_line(answer)}",
+                fix="look at the node's log (memory, Python environment); then run the same command again",
+                node_id=node_id,
+            )
+        started[node_id] = (handles[node_id], answer)
+    return started
+
+
+def on(handle: Any, method: str, group: str) -> Any:
+    """A method of the actor, to be called in that concurrency group."""
+    return getattr(handle, method).options(concurrency_group=group)
+
+
+def answers_of(calls: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """What each call gave within `timeout` seconds of now, exceptions included: `GetTimeoutError` for no answer."""
+    if not calls:
+        return {}
+    ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout)
+    answers: dict[str, Any] = {}
+    for node_id, reference in calls.items():
+        try:
+            answers[node_id] = ray.get(reference, timeout=0)
+        except RayTaskError as error:
+            answers[node_id] = error.cause if isinstance(error.cause, BaseException) else error
+        except (RayError, RaycpError) as error:
+            answers[node_id] = error
+    return answers
+
+
+def end_actor(handle: Any) -> None:
+    """Ends it at once; does not wait."""
+    with contextlib.suppress(RayError):  # it was dead already
+        ray.kill(handle, no_restart=True)
+
+
+def lost(node_id: str, cause: str) -> KeeperLost:
+    """The error for a keeper that is lost."""
+    return KeeperLost(
+        f"the keeper of node {node_id[:8]} is lost: {cause}",
+        fix="the run starts another one; look at the node's log for the reason (out of memory?)",
+        node_id=node_id,
+        cause=cause,
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What matters of a long message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
