@@ -20,8 +20,7 @@ from raycp.errors import ConfigError
 from raycp.training.storage import PIECE, Chunk, Storage
 
 _PART = 1 << 26  # upload part of object stores; their limit of 10 000 parts makes 640 GiB a file
-_SEEN_TRIES = 6
-_SEEN_DELAY = 0.05
+_SEEN_DELAYS = (0.0, 0.05, 0.1, 0.2, 0.4)  # a file may take a moment to be seen
 
 
 class UrlStorage(Storage):
@@ -61,11 +60,6 @@ class UrlStorage(Storage):
             _abandon(file, error)
             raise
         self._expect(name, written)
-
-    def replace(self, name: str, data: bytes) -> None:
-        with self._errors(name):
-            self._into(self._at(name), lambda path: self._fs.pipe_file(path, data))
-        self._expect(name, len(data))
 
     def read(self, name: str) -> bytes:
         with self._errors(name):
@@ -120,15 +114,13 @@ class UrlStorage(Storage):
             return make(path)
 
     def _expect(self, name: str, written: int) -> None:
-        """The storage has what was written; a file may take a moment to be seen."""
-        for attempt in range(_SEEN_TRIES):
+        """The storage has what was written."""
+        for delay in _SEEN_DELAYS:
+            time.sleep(delay)
             found = self.size(name)
             if found == written:
                 return
-            time.sleep(_SEEN_DELAY * 2**attempt)
-        raise OSError(
-            errno.EIO, f"{written} bytes were written, the storage holds {found or 'none'}", f"{self.where}/{name}"
-        )
+        raise OSError(errno.EIO, f"{written} bytes were written, the storage holds {found}", f"{self.where}/{name}")
 
     @contextlib.contextmanager
     def _errors(self, name: str) -> Iterator[None]:
@@ -146,7 +138,7 @@ class UrlStorage(Storage):
 
 def _abandon(file: Any, error: BaseException) -> None:
     """Closing a buffered remote file completes it, and so does its finalizer: neither may happen to a torn one."""
-    if isinstance(file, AbstractBufferedFile) and not file.closed:
+    if isinstance(file, AbstractBufferedFile):  # a failed `close` says closed, with the upload still open
         try:
             file.discard()
         except Exception as second:  # what is raised is the first error; an upload that stays open makes no file

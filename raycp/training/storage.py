@@ -88,9 +88,9 @@ class Storage(ABC):
             OSError: the storage refused; whatever `chunks` raises goes through.
         """
 
-    @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
-        """Makes file `name`, small: a reader sees the whole old or the whole new one (object stores, paths)."""
+        """Makes file `name`: on paths and object stores a reader sees the whole old or the whole new one."""
+        self.write(name, [data])
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -181,9 +181,6 @@ class PathStorage(Storage):
                 raise OSError(error.errno, error.strerror, str(self._path / name)) from error
             raise
         sync_folder(self._path)
-
-    def replace(self, name: str, data: bytes) -> None:
-        self.write(name, [data])
 
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()

@@ -19,6 +19,7 @@ from raycp.training.optim import build_optimizer, clip_by_global_norm, set_learn
 from raycp.training.sharding import named_weights
 from raycp.training.spec import ModelSpec
 from raycp.training.state import export_state, import_state, state_names
+from raycp.training.storage import Storage
 from tests.multiproc.launcher import RankError, run_ranks
 from tests.multiproc.training_cases import (
     EMPTY,
@@ -204,8 +205,14 @@ def test_export_loads_in_hugging_face_with_equal_weights_and_logits(tmp_path: Pa
     for name in ("export", ".export.old", ".export.writing"):  # files where folders belong are replaced as well
         (tmp_path / name).write_text("in the way")
     out = export_hf(CheckpointReader(folder), spec, None, tmp_path / "export", "float32", max_file_bytes=9_000)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["export", "step-00000001"]
-    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["export", "latest.json", "step-00000001"]
+    files = sorted(out.glob("model-*-of-*.safetensors"))
+    assert len(files) > 2
+    remote = Storage.of(f"memory://{tmp_path.name}").child(folder.name)
+    for name in Storage.of(folder).names():
+        remote.write(name, Storage.of(folder).blocks(name))
+    twin = export_hf(CheckpointReader(remote), spec, None, tmp_path / "twin", "float32", max_file_bytes=9_000)
+    assert [p.read_bytes() for p in files] == [(twin / p.name).read_bytes() for p in files]
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
