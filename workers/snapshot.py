@@ -155,13 +155,14 @@ class SnapshotWriter:
                 torch.from_numpy(target).view(rows.dtype).view(rows.shape).copy_(rows)
 
     def _connected(self) -> Connection:
-        if self._connection is None:
+        connection = self._connection
+        if connection is None:
             connection = connect_unix(self._address.unix, self._secret)
             with self._changed:
                 self._connection = connection
                 if self._closed:
                     connection.close()
-        return self._connection  # type: ignore[return-value]
+        return connection
 
     def _map(self, answer: dict[str, Any], descriptor: int | None, size: int) -> mmap.mmap:
         """The granted image; images that the keeper gave up are unmapped."""

@@ -25,6 +25,8 @@ from typing import Any
 from raycp.errors import ClusterError, StaleGenerationError
 
 HANDSHAKE_SECONDS = 5.0
+CONNECT_SECONDS = 15.0
+"""How long a member waits to be let in: it may queue behind strangers."""
 FRAME_LIMIT = 1 << 26
 """Most bytes of one JSON frame: the entries of a shard of half a million tensors."""
 STALL_SECONDS = 20.0
@@ -199,7 +201,7 @@ def accepted(answer: Message) -> Message:
     raise ClusterError(f"the keeper refused: {reason}", fix="see the reason")
 
 
-def connect_unix(name: str, secret: bytes, *, timeout: float = HANDSHAKE_SECONDS) -> Connection:
+def connect_unix(name: str, secret: bytes, *, timeout: float = CONNECT_SECONDS) -> Connection:
     """A connection to the keeper of this node.
 
     Raises:
@@ -209,7 +211,7 @@ def connect_unix(name: str, secret: bytes, *, timeout: float = HANDSHAKE_SECONDS
     return _opened(sock, "\0" + name, secret, timeout)
 
 
-def connect_tcp(host: str, port: int, secret: bytes, *, timeout: float = HANDSHAKE_SECONDS) -> Connection:
+def connect_tcp(host: str, port: int, secret: bytes, *, timeout: float = CONNECT_SECONDS) -> Connection:
     """A connection to the keeper of another node; raises as `connect_unix`."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -236,7 +236,7 @@ class Keepers:
             node_id: on(handle, "assign", CONTROL).remote(
                 generation,
                 ranks.get(node_id, []),
-                None if peers[node_id] is None else self.addresses[peers[node_id]],
+                self.addresses.get(peers[node_id] or ""),
                 live,
             )
             for node_id, handle in handles.items()

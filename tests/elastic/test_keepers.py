@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 
 from raycp.driver.cluster import NodeInfo, live_nodes
 from raycp.driver.keepers import Collected, Keepers
-from tests.elastic.snapshots import SECRET, SHAPES, Ranks, manifest_of, whole
+from tests.snapshots import SECRET, SHAPES, Ranks, manifest_of, whole
 from workers.memory_reader import MemoryPoint, MemoryReader
 
 DRIVER = """
