@@ -3,27 +3,32 @@
 Guarantees: importing this package loads neither torch, ray, transformers nor datasets; names resolve on first use.
 
 Modules, in the order that data takes:
-    sources    files, folders, data sets and iterables -> rows with stable ids
-    formats    row -> conversation, prompt + completion, or text
-    encode     text -> token ids with character offsets; what is a special token and what only looks like one
-    template   chat template: conversation -> text, and which characters are the assistant's
-    render     loss mask and tokens -> documents
-    document   Document, Pack: the value objects, and packing documents into one row
-    overflow   what happens to a document that is longer than a pack
-    store      memory-mapped documents, written once
-    build      all of the above, cached: `prepare`
-    packing    lengths -> which documents share a pack
-    cursor     step -> packs; the position of a run, free of the world size; balance over replicas
-    loader     pack id -> Pack, prefetched
-    split      Pack -> the tokens of one context-parallel rank
-    inspect    a short report for people
+    files            files, folders, globs and URLs; compression
+    rows             Row, Part; decoding that says where something is wrong
+    text_rows, json_rows, table_rows, readers    rows of each kind of file; a file's fingerprint and parts
+    sources          files, hub names, data sets and iterables -> rows with stable ids; several with weights
+    examples, formats, chat_formats, token_formats    row -> conversation, prompt + completion, text or token ids
+    encode           text -> token ids with character offsets; what is a special token and what only looks like one
+    template         chat template: conversation -> text, and which characters are the assistant's
+    render           loss mask and tokens -> documents
+    document         Document, Pack: the value objects, and packing documents into one row
+    overflow         what happens to a document that is longer than a pack
+    store, store_writer, local_copy    memory-mapped documents: read, written in parts, copied to a node's own disk
+    part_worker      all of the above for one part of a source
+    build            all parts, cached: `build_store`
+    prepare          the same over a Ray cluster, with a progress bar; the only module here that imports ray
+    packing, streams    lengths -> which documents share a pack, planned as a whole or as they come
+    cursor           step -> packs; the position of a run, free of the world size; balance over replicas
+    loader           pack id -> Pack
+    split            Pack -> the tokens of one context-parallel rank
+    inspect, show, picture    what was found, for people: numbers, text and HTML, the sawtooth
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from data_pipeline.build import prepare as prepare
+    from data_pipeline.build import build_store as build_store
     from data_pipeline.cursor import Cursor as Cursor
     from data_pipeline.cursor import StepSchedule as StepSchedule
     from data_pipeline.cursor import assign_packs as assign_packs
@@ -50,10 +55,10 @@ _HOMES = {
     "StepSchedule": "cursor",
     "assign_packs": "cursor",
     "attention_cost": "cursor",
+    "build_store": "build",
     "describe": "inspect",
     "pack_documents": "document",
     "plan_packs": "packing",
-    "prepare": "build",
     "split_pack": "split",
 }
 __all__ = sorted(_HOMES)

@@ -146,6 +146,11 @@ def shift_targets(ids: npt.NDArray[Any], trained: Bool) -> Int32:
     return targets
 
 
+def shift_weights(weights: Float32) -> Float32:
+    """Loss weights of tokens [n] to loss weights of their targets [n], as `shift_targets` does; the last is 1."""
+    return np.append(weights[1:], np.float32(1))
+
+
 def pack_documents(documents: Sequence[Document], pad_to: int | None = None) -> Pack:
     """Concatenates documents to one row.
 

@@ -1,14 +1,12 @@
-"""Packs by their global id, read from a document store and built ahead in one thread.
+"""Packs by their global id, read from a document store.
 
-Guarantees: `pack` gives the same pack whether it was prefetched or not; an error of the thread is raised where that
-pack is used, not lost; every process that opens the same store plans the same packs. Sums over a pack (weight, tokens,
-targets, cost) come from per-document numbers: no token is read. Cost: the plans of two epochs, and one copy of each
-pack that was prefetched and not yet used.
+Guarantees: every process that opens the same store plans the same packs; any pack is read by itself, so resuming costs
+a seek. Sums over a pack (weight, tokens, targets, cost) come from per-document numbers: no token is read. Reading ahead
+of the step is the caller's (`workers.ahead`). Cost: the plans of two epochs, and one copy of a pack's tokens.
 """
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 from data_pipeline.cursor import attention_cost
@@ -33,8 +31,6 @@ class PackLoader:
         self._seq_length, self._policy, self._seed = seq_length, policy, seed
         self._plans: dict[int, PackPlan] = {}
         self._plans_lock = Lock()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pack-prefetch")
-        self._ahead: dict[int, Future[Pack]] = {}
         self.packs_per_epoch = len(self.plan(0))
 
     def plan(self, epoch: int) -> PackPlan:
@@ -84,23 +80,6 @@ class PackLoader:
         """Attention work of a pack, for `assign_packs`."""
         return attention_cost(self.doc_lengths(pack_id))
 
-    def prefetch(self, pack_ids: Sequence[int]) -> None:
-        """Starts building these packs, in order; those of an earlier call that nobody used are let go."""
-        for pack_id in [p for p in self._ahead if p not in pack_ids]:
-            self._ahead.pop(pack_id).cancel()
-        for pack_id in pack_ids:
-            if pack_id not in self._ahead:
-                self._ahead[pack_id] = self._thread.submit(self._read, pack_id)
-
     def pack(self, pack_id: int) -> Pack:
-        """The pack; waits for it if it is on its way."""
-        future = self._ahead.pop(pack_id, None)
-        return self._read(pack_id) if future is None else future.result()
-
-    def close(self) -> None:
-        """Ends the thread; packs on their way are dropped."""
-        self._ahead.clear()
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _read(self, pack_id: int) -> Pack:
+        """Reads a pack; from any thread."""
         return pack_documents([self.store.document(index) for index in self.documents(pack_id)])

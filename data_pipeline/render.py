@@ -5,30 +5,37 @@ assistant's turns and the end-of-turn token after them, not the role header, nor
 (`template.py` finds the turns). A turn whose end-of-turn token would not be trained is refused: such a model would
 never stop. If the tokenizer starts plain text with a BOS and the template does not, one is put there: exactly one BOS
 either way. Plain text, and a completion after its prompt, end with the end-of-sequence token, trained; special tokens
-in them count, since they may be the user's own rendering of a chat. Whether pad id == eos id makes no difference.
+in them count, since they may be the user's own rendering of a chat. Rows of token ids are taken as they are. Whether
+pad id == eos id makes no difference. A document without a target is refused: it would cost time and teach nothing.
 Cost: one pass of the tokenizer per row, in batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.document import Document, shift_targets
+from data_pipeline.document import Document, shift_targets, shift_weights
 from data_pipeline.encode import Encoded, Encoder, Tokenizer
-from data_pipeline.formats import Conversation, Example, PromptCompletion
+from data_pipeline.examples import Conversation, Example, PromptCompletion, Text, TokenRow
+from data_pipeline.rows import BadRow, raise_bad
 from data_pipeline.template import Chat, ChatTemplate
 from raycp.errors import DataError, ModelError
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
+Float32 = npt.NDArray[np.float32]
 
+_CHAT = ("assistant", "last_assistant", "all")
 _ALLOWED_TRAIN_ON = {
-    "messages": ("assistant", "last_assistant", "all"),
+    "messages": _CHAT,
+    "sharegpt": _CHAT,
+    "alpaca": _CHAT,
     "prompt_completion": ("completion", "assistant", "last_assistant", "all"),
     "text": ("all",),
+    "tokens": ("labels", "all"),
 }
-"""Format -> what may be trained; the first is meant by "auto"."""
+"""Format -> what may be trained; the first is meant by "auto". Labels of token ids: the column, or every token."""
 
 
 class Renderer:
@@ -36,10 +43,10 @@ class Renderer:
 
     Args:
         tokenizer: a Hugging Face fast tokenizer.
-        train_on: as `DataConfig.train_on`; "auto" is "assistant" for messages, "completion" for prompt + completion
-            and "all" for text.
+        train_on: as `DataConfig.train_on`; "auto" is "assistant" for chats, "completion" for prompt + completion, "all"
+            for text and the labels for token ids.
         chat_template: as `DataConfig.chat_template`.
-        format_name: "messages", "prompt_completion" or "text".
+        format_name: one of `raycp.config.FORMATS` but "auto".
 
     Raises:
         DataError: `train_on` does not fit the format.
@@ -50,7 +57,8 @@ class Renderer:
         self.train_on = _resolve_train_on(train_on, format_name)
         self.encoder = Encoder(tokenizer)
         self._given_template = chat_template
-        self._template = ChatTemplate(self.encoder, chat_template) if format_name == "messages" else None
+        chats = _ALLOWED_TRAIN_ON[format_name] is _CHAT
+        self._template = ChatTemplate(self.encoder, chat_template) if chats else None
         self.rows_cut = 0
         """Rows in which a token would have straddled the start of an answer and was cut there."""
 
@@ -64,38 +72,68 @@ class Renderer:
     def mask_source(self) -> str:
         """Where the loss mask comes from, in words."""
         if self._template is None:
-            return "whole text" if self.train_on == "all" else "completion"
+            return {"all": "whole text", "labels": "labels"}.get(self.train_on, "completion")
         return "generation tags" if self._template.has_tags else "prefix rendering"
 
-    def render_batch(self, examples: Sequence[tuple[str, Example]]) -> list[Document]:
-        """One document per (row id, example), in order; the tokenizer runs once over all of them.
+    def render_batch(self, examples: Sequence[tuple[str, Example]], bad: BadRow = raise_bad) -> list[Document]:
+        """Documents of (row id, example), in order; the tokenizer runs once over all texts of them.
+
+        Args:
+            examples: a few hundred rows.
+            bad: takes the error of a row that the template refuses or that has nothing to train; if it returns, the row
+                is left out.
 
         Raises:
-            DataError: a row that the template refuses, or that has nothing to train.
             ModelError: a template that cannot be trained with.
         """
-        chats: dict[int, Chat] = {}
         texts: list[str] = []
-        for place, (row_id, example) in enumerate(examples):
-            if isinstance(example, Conversation):
-                chats[place] = chat = self.template.render(row_id, example, self.train_on)
-                texts.append("" if chat.literals else chat.text)
-            elif isinstance(example, PromptCompletion):
-                texts.append(example.prompt)
+        later: list[Callable[[Encoded], list[Document]]] = []
+        for row_id, example in examples:
+            try:
+                text, finish = self._prepared(row_id, example)
+            except DataError as error:
+                bad(error)
             else:
-                texts.append(example.text)
-            _check_encodable(row_id, example.completion if isinstance(example, PromptCompletion) else "")
-            _check_encodable(row_id, chats[place].text if place in chats else texts[-1])
+                texts.append(text)
+                later.append(finish)
+        documents: list[Document] = []
+        for tokens, finish in zip(self.encoder.encode_batch(texts), later, strict=True):
+            try:
+                documents += finish(tokens)
+            except DataError as error:
+                bad(error)
+        return documents
+
+    def _prepared(self, row_id: str, example: Example) -> tuple[str, Callable[[Encoded], list[Document]]]:
+        """(a text to encode with those of other rows, what to do with its tokens)."""
+        if isinstance(example, TokenRow):
+            return "", lambda _: self._token_documents(row_id, example)
+        if isinstance(example, Conversation):
+            chat = self.template.render(row_id, example, self.train_on)
+            _check_encodable(row_id, chat.text)
+            return "" if chat.literals else chat.text, lambda tokens: [self._chat_document(row_id, chat, tokens)]
+        if isinstance(example, PromptCompletion):
+            _check_encodable(row_id, example.prompt)
+            _check_encodable(row_id, example.completion)
+            return example.prompt, lambda tokens: [self._completion_document(row_id, example, tokens.ids)]
+        assert isinstance(example, Text)
+        _check_encodable(row_id, example.text)
+        return example.text, lambda tokens: [self._text_document(row_id, tokens.ids)]
+
+    def _text_document(self, row_id: str, tokens: Int64) -> Document:
+        ids = self._with_eos(self._with_bos(tokens))
+        return _document(row_id, ids, np.ones(ids.size, np.bool_))
+
+    def _token_documents(self, row_id: str, row: TokenRow) -> list[Document]:
+        """Documents of a row of token ids; of several, those without a target are padding or context, and kept."""
+        several = len(row.documents) > 1
         documents = []
-        for place, tokens in enumerate(self.encoder.encode_batch(texts)):
-            row_id, example = examples[place]
-            if isinstance(example, Conversation):
-                documents.append(self._chat_document(row_id, chats[place], tokens))
-            elif isinstance(example, PromptCompletion):
-                documents.append(self._completion_document(row_id, example, tokens.ids))
-            else:
-                ids = self._with_eos(self._with_bos(tokens.ids))
-                documents.append(_document(row_id, ids, np.ones(ids.size, np.bool_)))
+        for number, tokens in enumerate(row.documents, 1):
+            trained = np.ones(tokens.ids.size, np.bool_) if self.train_on == "all" else tokens.trained
+            name = f"{row_id}#{number}" if row.packed else row_id
+            documents.append(_document(name, tokens.ids, trained, tokens.weights, empty=several))
+        if not any(document.num_targets for document in documents):
+            raise _no_target(row_id)
         return documents
 
     def _chat_document(self, row_id: str, chat: Chat, tokens: Encoded) -> Document:
@@ -106,14 +144,22 @@ class Renderer:
             self.rows_cut += 1
             tokens = self.encoder.encode(chat.text, chat.literals, cuts)
         trained = np.full(tokens.ids.size, self.train_on == "all")
-        for start, end in chat.spans:
+        weights = None if chat.weights is None else np.ones(tokens.ids.size, np.float32)
+        for number, (start, end) in enumerate(chat.spans):
             first, last = self._trained_range(chat.text, tokens, start, end)
             trained[first:last] = True
+            if weights is not None and chat.weights is not None:
+                weights[first:last] = chat.weights[number]
             if first == last or tokens.ids[last - 1] not in self.encoder.stop_ids:
                 raise self._no_stop(row_id, chat.text[start:end])
+        if weights is not None and (weights == 1).all():
+            weights = None
         ids = self._with_bos(tokens.ids)
-        bos = np.full(ids.size - tokens.ids.size, self.train_on == "all")
-        return _document(row_id, ids, np.concatenate([bos, trained]))
+        added = ids.size - tokens.ids.size
+        trained = np.concatenate([np.full(added, self.train_on == "all"), trained])
+        if weights is not None:
+            weights = np.concatenate([np.ones(added, np.float32), weights])
+        return _document(row_id, ids, trained, weights)
 
     def _trained_range(self, text: str, tokens: Encoded, start: int, end: int) -> tuple[int, int]:
         """Tokens of characters [start, end), without white space that follows the end-of-turn token."""
@@ -187,5 +233,24 @@ def _resolve_train_on(train_on: str, format_name: str) -> str:
     return train_on
 
 
-def _document(row_id: str, ids: Int64, trained: Bool) -> Document:
-    return Document(ids=ids.astype(np.int32), targets=shift_targets(ids, trained), row_id=row_id)
+def _document(
+    row_id: str, ids: Int64, trained: Bool, weights: Float32 | None = None, *, empty: bool = False
+) -> Document:
+    """A document of tokens and what is trained of them; one without a target only if `empty`."""
+    document = Document(
+        ids=ids.astype(np.int32),
+        targets=shift_targets(ids, trained),
+        weights=None if weights is None else shift_weights(weights),
+        row_id=row_id,
+    )
+    if not document.num_targets and not empty:
+        raise _no_target(row_id)
+    return document
+
+
+def _no_target(row_id: str) -> DataError:
+    return DataError(
+        f"{row_id}: the row has no target: none of its tokens is trained",
+        fix="remove the row, or set data.on_bad_row='skip'; the first token of a document cannot be one",
+        row=row_id,
+    )

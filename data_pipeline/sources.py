@@ -1,33 +1,32 @@
 """Rows from whatever a user has, each with an id that says where it came from.
 
-Takes a path, several paths, a glob or a folder of jsonl / json / parquet / txt; a `datasets.Dataset`; or an iterable of
-dict rows. Guarantees: the order is the files' sorted (or given) order and the order inside each; row ids are stable
-("file:line"); every problem is a DataError with file and line; a one-shot iterable is written to a spool file first, so
-that every source can be read again. Fingerprints are of content: a file that was touched but not changed is the same.
-Cost: reads stream row by row, except .json, which is held whole; a fingerprint reads the bytes once more.
+Takes paths, globs, folders and URLs of files; the name of a data set on the hub; a `datasets.Dataset`, map-style or
+streaming; any iterable of dict rows; and several of these with weights. Guarantees: the order is the files' sorted (or
+given) order and the order inside each; row ids are stable ("file:line", "rows:3"); every problem is a DataError with
+file and line; what is no file is written to a spool file before it is cut into parts, so every source can be read
+again, part by part, in any process that sees the spool. Fingerprints are of content: a file that was touched but not
+changed is the same. Cost: see `readers`; a spool takes the disk space of its rows while they are prepared.
 """
 
-import glob
 import hashlib
 import json
 import os
+import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from data_pipeline.files import KINDS, File, find_files
+from data_pipeline.readers import Look, Run, look_at, look_at_all, read_rows, serially
+from data_pipeline.rows import BadRow, Part, Row, raise_bad
 from raycp.errors import DataError
 
-
-@dataclass(frozen=True)
-class Row:
-    """One row: `id` is "file:line" (or "rows:3"), `data` its columns."""
-
-    id: str
-    data: Mapping[str, Any]
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.+-]+))?(?:\[([\w.+:%-]+)\])?")
+_DATASET_ROWS = 1000  # rows of one record batch
+_SPOOL_PART = 32 << 20
 
 
 class Source(Protocol):
@@ -37,73 +36,181 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """sha256 of the content."""
 
-    def __iter__(self) -> Iterator[Row]: ...
+    def parts(self) -> list[Part]:
+        """Stretches that together are the source, for `read_part`; writes the spool where there is one."""
+
+    def rows(self, bad: BadRow) -> Iterator[Row]:
+        """All rows in order; `bad` gets those that cannot be read."""
 
     def close(self) -> None:
-        """Removes what was written aside for reading (the spool file of an iterable)."""
+        """Removes what was written aside for reading."""
 
 
-def open_source(data: object, spool: Path) -> Source:
-    """Source for the `data` argument of `fit`.
+@dataclass(frozen=True, kw_only=True)
+class Weighted:
+    """A source and how often its rows are seen in an epoch: 2 twice, 0.5 a fixed half of them."""
+
+    source: Source
+    weight: float
+    name: str
+
+
+def read_part(part: Part, bad: BadRow = raise_bad) -> Iterator[Row]:
+    """Rows of one part; a whole file without any is an error."""
+    label = part.label or part.file.name
+    found = False
+
+    def noted(error: DataError) -> None:
+        nonlocal found
+        found = True
+        bad(error)
+
+    for number, data in read_rows(part, noted):
+        found = True
+        yield Row(f"{label}:{number}", data)
+    if part.whole and not found:
+        raise part.file.empty()
+
+
+def open_sources(data: object, spool: Path, *, memory: Path | None = None, run: Run = serially) -> list[Weighted]:
+    """Sources for the `data` argument of `fit`, with their weights.
 
     Args:
-        data: path, glob, folder, list of those, `datasets.Dataset`, or iterable of dict rows.
-        spool: folder where rows of an iterable are written; made when needed.
+        data: path, glob, folder, URL, hub name, list of those; a `datasets.Dataset`; an iterable of dict rows; a
+        mapping
+            of any of the first to weights; a list of (source, weight).
+        spool: folder where rows that come from no file are written; made when needed.
+        memory: file that remembers looks at files.
+        run: where files are looked at.
+
+    Raises:
+        DataError: nothing is there, `data` is none of these, or a weight is not above 0.
+    """
+    pairs: list[tuple[Any, Any]]
+    if _is_mapping_of_names(data):
+        assert isinstance(data, Mapping)
+        pairs = list(data.items())
+    elif _is_list_of_pairs(data):
+        assert isinstance(data, Sequence)
+        pairs = list(data)
+    else:
+        return [Weighted(source=open_source(data, spool, memory=memory, run=run), weight=1.0, name=_name_of(data, ""))]
+    for name, weight in pairs:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise DataError(f"the weight of {name!r} is {weight!r}", fix="give each source a number above 0")
+    opened: list[Weighted] = []
+    try:
+        for number, (one, weight) in enumerate(pairs, 1):
+            source = open_source(one, spool, memory=memory, run=run, label=f"rows{number}")
+            opened.append(Weighted(source=source, weight=float(weight), name=_name_of(one, str(number))))
+    except BaseException:
+        for one in opened:
+            one.source.close()
+        raise
+    return opened
+
+
+def open_source(
+    data: object, spool: Path, *, memory: Path | None = None, run: Run = serially, label: str = "rows"
+) -> Source:
+    """One source: what `open_sources` takes, without weights; `label` begins the ids of rows of no file.
 
     Raises:
         DataError: nothing is there, or `data` is none of these.
     """
     if isinstance(data, str | os.PathLike):
-        return FileSource(_find_files(os.fspath(data)))
+        name = os.fspath(data)
+        hub = None if os.path.exists(os.path.expanduser(name)) else _hub_parts(name)
+        if hub is not None:
+            return DatasetSource(_load_from_hub(name, *hub), spool, label=name)
+        return FileSource(find_files(name), memory=memory, run=run)
     if type(data).__module__.partition(".")[0] == "datasets":
         if isinstance(data, Mapping):
             raise DataError(
                 f"data is a DatasetDict of {', '.join(map(str, data))}", fix='pass one split: data["train"]'
             )
-        if hasattr(data, "__len__") and isinstance(data, Iterable):
-            return DatasetSource(data)
+        custom = (getattr(data, "format", None) or {}).get("type") == "custom"  # a transform of the user's: row by row
+        if hasattr(data, "with_format") and hasattr(data, "__len__") and not custom:
+            return DatasetSource(data, spool, label=label)
     if isinstance(data, Sequence) and data and all(isinstance(item, str | os.PathLike) for item in data):
-        files = [file for item in data for file in _find_files(os.fspath(item))]
-        return FileSource(list(dict.fromkeys(files)))
+        files = [file for item in data for file in find_files(os.fspath(item))]
+        return FileSource(list(dict.fromkeys(files)), memory=memory, run=run)
     if isinstance(data, Iterable) and not isinstance(data, Mapping | bytes):
-        return SpooledSource(data, spool)
+        return SpooledSource(data, spool, label=label)
     raise DataError(
         f"data is a {type(data).__name__}, from which no rows can be read",
-        fix="pass a path, a glob, a list of paths, a datasets.Dataset, or an iterable of dict rows",
+        fix="pass a path, a glob, a list of paths, a hub name, a datasets.Dataset, or an iterable of dict rows; "
+        "several with weights as {path: weight} or [(source, weight), ...]",
     )
+
+
+def paths_of(data: object) -> list[str]:
+    """Paths and URLs that `data` names, for checks before anything is read; rows and hub names are left out."""
+    items: Iterable[Any] = [data]
+    if _is_mapping_of_names(data) or (isinstance(data, list | tuple) and data and not _is_list_of_pairs(data)):
+        items = data  # type: ignore[assignment]
+    elif _is_list_of_pairs(data):
+        items = [one for one, _ in data]  # type: ignore[attr-defined]
+    flat = [os.fspath(x) for item in items for x in _names_in(item)]
+    return [name for name in flat if os.path.exists(os.path.expanduser(name)) or _hub_parts(name) is None]
+
+
+def _names_in(item: object) -> list[Any]:
+    if isinstance(item, list | tuple):
+        return [x for x in item if isinstance(x, str | os.PathLike)]
+    return [item] if isinstance(item, str | os.PathLike) else []
+
+
+def _is_mapping_of_names(data: object) -> bool:
+    return (
+        isinstance(data, Mapping)
+        and bool(data)
+        and all(isinstance(k, str | os.PathLike) for k in data)
+        and all(isinstance(v, int | float) for v in data.values())
+    )
+
+
+def _is_list_of_pairs(data: object) -> bool:
+    return (
+        isinstance(data, list | tuple)
+        and bool(data)
+        and all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], int | float) for x in data)
+    )
+
+
+def _name_of(data: object, number: str) -> str:
+    return os.fspath(data) if isinstance(data, str | os.PathLike) else f"rows{number}"
 
 
 class FileSource:
     """Rows of files, one after the other."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[File], *, memory: Path | None = None, run: Run = serially) -> None:
         self.files = tuple(files)
+        self._memory, self._run = memory, run
         for file in self.files:
-            if file.suffix.lower() not in READERS:
-                raise DataError(
-                    f"{file} is of a kind that cannot be read",
-                    fix=f"use one of {', '.join(READERS)}, or load it with `datasets` and pass the Dataset",
-                    file=str(file),
-                )
-            if file.stat().st_size == 0:
-                raise _empty(file)
+            file.check()
+
+    @cached_property
+    def _looks(self) -> list[Look]:
+        return look_at_all(list(self.files), memory=self._memory, run=self._run)
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over the kind and the bytes of every file, in order."""
         digest = hashlib.sha256()
-        for file in self.files:
-            with file.open("rb") as stream:
-                digest.update(file.suffix.lower().encode() + hashlib.file_digest(stream, "sha256").digest())
+        for file, look in zip(self.files, self._looks, strict=True):
+            digest.update(f"{file.kind}{file.compression or ''}".encode() + bytes.fromhex(look.digest))
         return digest.hexdigest()
 
-    def __iter__(self) -> Iterator[Row]:
+    def parts(self) -> list[Part]:
+        """Parts of all files."""
+        return [p for file, look in zip(self.files, self._looks, strict=True) for p in look.parts(file)]
+
+    def rows(self, bad: BadRow) -> Iterator[Row]:
+        """All rows."""
         for file in self.files:
-            line = None
-            for line, data in READERS[file.suffix.lower()](file):
-                yield Row(f"{file}:{line}", data)
-            if line is None:
-                raise _empty(file)
+            yield from read_part(Part(file=file, whole=True), bad)
 
     def close(self) -> None:
         """Nothing was written aside."""
@@ -112,30 +219,60 @@ class FileSource:
 class DatasetSource:
     """Rows of a map-style `datasets.Dataset`; ids are "rows:1" and so on."""
 
-    def __init__(self, dataset: Iterable[Any]) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, spool: Path, *, label: str = "rows") -> None:
+        self._dataset, self._spool, self._label = dataset, spool, label
+        self._file: Path | None = None
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the rows as JSON."""
+        """sha256 of the rows in Arrow's form."""
         digest = hashlib.sha256()
-        for row in self.dataset:
-            digest.update(_dump(row))
+        for batch in self._batches():
+            digest.update(batch.schema.serialize())
+            digest.update(batch.serialize())
         return digest.hexdigest()
 
-    def __iter__(self) -> Iterator[Row]:
-        for number, row in enumerate(self.dataset, 1):
-            yield Row(f"rows:{number}", row)
+    def _batches(self) -> Iterator[Any]:
+        for table in self._dataset.with_format("arrow").iter(batch_size=_DATASET_ROWS):
+            yield from table.replace_schema_metadata(None).combine_chunks().to_batches()
+
+    def parts(self) -> list[Part]:
+        """Parts of the spooled table."""
+        import pyarrow as pa
+
+        if self._file is None:
+            self._spool.mkdir(parents=True, exist_ok=True)
+            self._file = self._spool / f"rows-{uuid.uuid4().hex}.arrow"
+            writer = None
+            with pa.OSFile(str(self._file), "wb") as stream:
+                for batch in self._batches():
+                    writer = writer or pa.ipc.new_file(stream, batch.schema)
+                    writer.write_batch(batch)
+                if writer is not None:
+                    writer.close()
+        file = File(str(self._file))
+        return look_at(file, _SPOOL_PART).parts(file, self._label) if file.size() else []
+
+    def rows(self, bad: BadRow) -> Iterator[Row]:
+        """All rows, from the data set itself."""
+        number = 0
+        for batch in self._batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield Row(f"{self._label}:{number}", row)
 
     def close(self) -> None:
-        """Nothing was written aside."""
+        """Deletes the spool file."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
 
 class SpooledSource:
     """Rows of an iterable, written to a jsonl file of their own first; ids are "rows:1" and so on."""
 
-    def __init__(self, rows: Iterable[object], spool: Path) -> None:
+    def __init__(self, rows: Iterable[object], spool: Path, *, label: str = "rows") -> None:
         spool.mkdir(parents=True, exist_ok=True)
+        self._label = label
         self.file = spool / f"rows-{uuid.uuid4().hex}.jsonl"
         try:
             self.fingerprint = self._write(rows)
@@ -158,9 +295,14 @@ class SpooledSource:
                 stream.write(line)
         return digest.hexdigest()
 
-    def __iter__(self) -> Iterator[Row]:
-        for number, data in _read_jsonl(self.file):
-            yield Row(f"rows:{number}", data)
+    def parts(self) -> list[Part]:
+        """Parts of the spool file."""
+        file = File(str(self.file))
+        return look_at(file, _SPOOL_PART).parts(file, self._label) if file.size() else []
+
+    def rows(self, bad: BadRow) -> Iterator[Row]:
+        """All rows, from the spool file."""
+        return read_part(Part(file=File(str(self.file)), label=self._label), bad)
 
     def close(self) -> None:
         """Deletes the spool file."""
@@ -168,152 +310,31 @@ class SpooledSource:
 
 
 def _dump(row: Mapping[str, Any]) -> bytes:
-    """One JSON line; values that JSON does not know (dates, ...) become strings."""
-    return json.dumps(dict(row), sort_keys=True, default=str).encode() + b"\n"
+    """One JSON line; arrays become lists, and values that JSON does not know (dates, ...) strings."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+
+    return json.dumps(dict(row), sort_keys=True, default=plain).encode() + b"\n"
 
 
-def _find_files(name: str) -> list[Path]:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in READERS and not _hidden(p, path))
-        if not files:
-            raise DataError(f"folder {path} holds no {', '.join(READERS)} file", fix="point data at another folder")
-        return files
-    if path.exists():
-        return [path]
-    if glob.has_magic(name):
-        files = sorted(Path(p) for p in glob.glob(os.path.expanduser(name), recursive=True) if os.path.isfile(p))
-        if not files:
-            raise DataError(f"the pattern {name!r} matches no file", fix="check the pattern, and quote it in a shell")
-        return files
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, siblings, n=3)
-    hint = f"did you mean {', '.join(near)}? " if near else ""
-    raise DataError(
-        f"there is no file or folder {path} (looked from {Path.cwd()})",
-        fix=f"{hint}check the path; rows of a hub data set are passed as datasets.load_dataset(...)",
-        file=str(path),
-    )
+def _hub_parts(name: str) -> tuple[str, str | None, str] | None:
+    """(repository, configuration, split) of "owner/name:config[split]"; None if `name` looks like a path."""
+    match = _HUB_NAME.fullmatch(name)
+    if match is None or name.startswith(".") or File(name).kind in KINDS or os.path.isdir(name.partition("/")[0]):
+        return None
+    return match.group(1), match.group(2), match.group(3) or "train"
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return not path.is_file() or any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
-def _empty(file: Path) -> DataError:
-    return DataError(f"{file} is empty: it has no rows", fix="fill it, or leave it out of data", file=str(file))
-
-
-def _broken(file: Path, line: int, problem: str, fix: str) -> DataError:
-    return DataError(f"{file}:{line}: {problem}", fix=fix, file=str(file), line=line)
-
-
-def _decode(raw: bytes, file: Path, first_line: int) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = first_line + raw.count(b"\n", 0, error.start)
-        problem = f"byte {raw[error.start]:#04x} is not UTF-8 (byte {error.start} of this text)"
-        raise _broken(file, line, problem, "save the file as UTF-8, for instance with iconv") from error
-
-
-def _as_row(value: object, file: Path, line: int) -> Mapping[str, Any]:
-    if isinstance(value, dict):
-        return value
-    shown = json.dumps(value, default=str)
-    raise _broken(
-        file,
-        line,
-        f"this row is {type(value).__name__} {shown[:60]}, not an object",
-        'write one JSON object per row, such as {"text": "..."}',
-    )
-
-
-def _json_problem(error: ValueError | RecursionError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return str(error)  # a number of thousands of digits, brackets nested thousands deep
-
-
-def _read_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with file.open("rb") as stream:
-        for line, raw in enumerate(stream, 1):
-            if line == 1:
-                raw = raw.removeprefix(b"\xef\xbb\xbf")
-            if not raw.strip():
-                continue
-            text = _decode(raw, file, line)
-            try:
-                value = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise _broken(
-                    file,
-                    line,
-                    f"broken JSON, {_json_problem(error)}: {text.strip()[:80]!r}",
-                    "repair or remove the line; a .jsonl file has one JSON object per line",
-                ) from error
-            yield line, _as_row(value, file, line)
-
-
-def _read_json(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """A list of rows, or JSON lines in a file named .json."""
-    text = _decode(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), file, 1)
-    start = len(text) - len(text.lstrip())
-    if text[start : start + 1] != "[":
-        yield from _read_jsonl(file)
-        return
-    decoder = json.JSONDecoder()
-    place, line, counted, separator = start + 1, 1, 0, False
-    while True:
-        place = _skip_space(text, place)
-        line += text.count("\n", counted, place)
-        counted = place
-        if text[place : place + 1] == "]":
-            return
-        if separator:
-            if text[place : place + 1] != ",":
-                raise _broken(file, line, f"want ',' or ']' here: {text[place : place + 40]!r}", "repair the JSON list")
-            place = _skip_space(text, place + 1)
-            line += text.count("\n", counted, place)
-            counted = place
-        try:
-            value, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError) as error:
-            at = error.lineno if isinstance(error, json.JSONDecodeError) else line
-            raise _broken(file, at, f"broken JSON, {_json_problem(error)}", "repair the JSON list of rows") from error
-        yield line, _as_row(value, file, line)
-        place, separator = end, True
-
-
-def _skip_space(text: str, place: int) -> int:
-    while text[place : place + 1] in (" ", "\n", "\r", "\t"):
-        place += 1
-    return place
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _load_from_hub(name: str, repository: str, config: str | None, split: str) -> Any:
+    import datasets
 
     try:
-        number = 0
-        with pq.ParquetFile(file) as parquet:
-            for batch in parquet.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _broken(file, number + 1, f"not readable as parquet: {error}", "write the file again") from error
-
-
-def _read_txt(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    yield 1, {"text": _decode(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), file, 1)}
-
-
-READERS: dict[str, Callable[[Path], Iterator[tuple[int, Mapping[str, Any]]]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".txt": _read_txt,
-}
-"""Suffix -> reader of (line or row number from 1, columns)."""
+        return datasets.load_dataset(repository, config, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"there is no file or folder {name!r} (looked from {Path.cwd()}), and no such data set of the hub could be "
+            f"loaded: {type(error).__name__}: {error}",
+            fix="check the path; or name configuration and split as 'owner/name:config[split]', and check the network "
+            "(HF_TOKEN for a private one)",
+        ) from error

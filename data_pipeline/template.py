@@ -3,7 +3,9 @@
 Guarantees: spans come from the template's `{% generation %}` tags where it has them, else from rendering prefixes: the
 text before an assistant turn, with the generation prompt, must be what the whole text begins with. A template that
 rewrites earlier turns fails this and is refused, with both token lists at the first difference; there is no fallback.
-What users wrote cannot forge a turn: special-token strings inside messages are protected before the template runs.
+What users wrote cannot forge a turn: special-token strings inside messages, tool calls and tool schemas are protected
+before the template runs. A template that leaves tools or tool calls out of the text is refused: such a row would train
+an empty answer.
 Cost: two renderings per trained turn (one in all with tags), about 30 us each for a short chat.
 
 Seam: `transformers.utils.chat_template_utils.render_jinja_template`, the function behind `apply_chat_template`, since
@@ -11,14 +13,14 @@ the latter gives the tags' character spans to nobody.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from data_pipeline.encode import Encoder, Tokenizer
-from data_pipeline.formats import ASSISTANT, Conversation, Message
+from data_pipeline.examples import ASSISTANT, Conversation, Message
 from raycp.errors import DataError, ModelError
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -35,6 +37,8 @@ class Chat:
     literals: list[str]
     """Protected pieces of `text`, see `Encoder.protect`."""
     spans: list[Span]
+    weights: list[float] | None = None
+    """Loss weight of each span; None: 1."""
 
 
 class ChatTemplate:
@@ -75,23 +79,52 @@ class ChatTemplate:
         """
         literals: list[str] = []
         messages = [
-            {k: self.encoder.protect(v, literals) if isinstance(v, str) and k != "role" else v for k, v in m.items()}
-            for m in chat.messages
+            {k: v if k == "role" else self._protect(v, literals) for k, v in message.items()}
+            for message in chat.messages
         ]
-        turns = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= chat.num_prompt]
+        tools = self._protect(chat.tools, literals)
+        said = chat.weights or (1.0,) * len(messages)
+        turns = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= chat.num_prompt and said[i]]
         if not turns and train_on != "all":
             raise DataError(
                 f"{row_id}: no assistant turn to train", fix="remove the row, or set data.train_on='all'", row=row_id
             )
-        text, tagged = self._run(row_id, messages, chat.tools)
+        text, tagged = self._run(row_id, messages, tools)
+        self._check_tools(row_id, messages, tools, text)
         if train_on == "all":
             return Chat(text, literals, [])
         if train_on == "last_assistant":
             turns = turns[-1:]
+        weights = [said[turn] for turn in turns] if chat.weights else None
         if self.has_tags:
-            return Chat(text, literals, self._tagged_spans(row_id, messages, turns, tagged))
-        spans = [self._prefix_span(row_id, messages, chat.tools, turn, text, literals) for turn in turns]
-        return Chat(text, literals, spans)
+            return Chat(text, literals, self._tagged_spans(row_id, messages, turns, tagged), weights)
+        spans = [self._prefix_span(row_id, messages, tools, turn, text, literals) for turn in turns]
+        return Chat(text, literals, spans, weights)
+
+    def _protect(self, value: Any, literals: list[str]) -> Any:
+        """A message's field with every string in it protected."""
+        if isinstance(value, str):
+            return self.encoder.protect(value, literals)
+        if isinstance(value, list | tuple):
+            return [self._protect(item, literals) for item in value]
+        if isinstance(value, Mapping):
+            return {key: self._protect(item, literals) for key, item in value.items()}
+        return value
+
+    def _check_tools(self, row_id: str, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
+        """Whether every function that the row names is in the text."""
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        for what, entries in (("tools", tools or []), ("tool calls", calls)):
+            for entry in entries:
+                function = entry.get("function", entry) if isinstance(entry, Mapping) else {}
+                name = function.get("name") if isinstance(function, Mapping) else None
+                if name and str(name) not in text:
+                    raise DataError(
+                        f"{row_id}: {self.name} leaves {what} out of the text ({name!r} is not in it), so the model "
+                        "would not see what it is to learn",
+                        fix="set data.chat_template to one that renders tools, or leave rows with tools out",
+                        row=row_id,
+                    )
 
     def _run(
         self, row_id: str, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False

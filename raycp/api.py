@@ -12,28 +12,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import DocumentStore, PackPlan, StepSchedule, plan_packs, prepare
+from data_pipeline import DocumentStore, PackPlan, StepSchedule, plan_packs
 from data_pipeline.build import remove_leftovers
+from data_pipeline.prepare import ProgressBar, prepare
 from raycp.config import FitConfig
 from raycp.driver.cluster import (
     connect,
 )
-from raycp.driver.controller import Controller, Outcome
-from raycp.driver.display import Display, counting_bar
+from raycp.driver.controller import Outcome
 from raycp.driver.record import RunRecord, identity_of, single_driver, storage_errors, write_json
-from raycp.driver.signals import StopSignal
 from raycp.errors import DataError, ModelError, one_error
-from raycp.events import EventLog, read_events
+from raycp.events import read_events
+from raycp.launch import checkpoint_root, launch, newest_folder, take_lease
 from raycp.preflight import ITEMSIZE, Setup, check_kinds
-from raycp.resolve import (
-    cost_model,
-    grid_warning,
-    needs_checkpointing,
-    resolve_grid,
-)
+from raycp.resolve import cost_model
 from raycp.training.check import check_model
-from raycp.training.checkpoint import newest
-from raycp.training.device import host_memory
 from workers.messages import RunSpec, StoreSpec
 
 _TYPICAL_PACKS = 4
@@ -61,7 +54,7 @@ class FitResult:
     goodput: float
     output_dir: Path
     events_path: Path
-    checkpoint_path: Path | None
+    checkpoint_path: Path | str | None
     export_path: Path | None
 
 
@@ -112,7 +105,7 @@ def _run(setup: Setup, data: Any) -> FitResult:
     config, folder = setup.config, setup.folder
     for name in ("data", "eval_data"):
         remove_leftovers(folder / name)
-    with counting_bar("preparing data") as progress:
+    with ProgressBar("preparing data") as progress:
         store = _prepare(setup, data, folder / "data", progress)
         evaluation = None
         if config.eval_data is not None:
@@ -142,11 +135,33 @@ def _run(setup: Setup, data: Any) -> FitResult:
         total_steps=schedule.total_steps,
         dtype=config.dtype,
     )
-    record = RunRecord(folder)
-    record.open(identity, resume=config.elastic.resume)
-    events_path = folder / "events.jsonl"
-    if record.status == "finished" and (folder / "export").is_dir():
-        return _result(folder, Outcome(status="finished", checkpoint=_newest(folder), export=folder / "export"))
+    root = checkpoint_root(setup)
+    record = RunRecord(folder, root)
+    namespace = record.peek("namespace")
+    lease = None if namespace is None else take_lease(setup, namespace)
+    try:
+        record.open(identity, resume=config.elastic.resume)
+        if namespace is None:
+            lease = take_lease(setup, record.namespace)
+        if record.status == "finished" and (folder / "export").is_dir():
+            done = newest_folder(root)
+            return _result(folder, Outcome(status="finished", checkpoint=done, export=folder / "export"))
+        return _result(folder, _train(setup, record, schedule, store, evaluation, plan, fingerprint))
+    finally:
+        if lease is not None:
+            lease.give_back()
+
+
+def _train(
+    setup: Setup,
+    record: RunRecord,
+    schedule: StepSchedule,
+    store: DocumentStore,
+    evaluation: DocumentStore | None,
+    plan: PackPlan,
+    fingerprint: str,
+) -> Outcome:
+    config, folder = setup.config, setup.folder
     write_json(folder / "config.json", config.to_dict())
     _tokenizer_of_run(setup).save_pretrained(folder / "tokenizer")
     cost = cost_model(config, setup.model_config, device=setup.device.name, itemsize=ITEMSIZE[config.dtype])
@@ -159,46 +174,12 @@ def _run(setup: Setup, data: Any) -> FitResult:
         device=setup.device,
         dtype=config.dtype,
         config=dataclasses.replace(config, eval_data=None),
-        activation_checkpointing=needs_checkpointing(
-            config,
-            setup.model_config,
-            itemsize=ITEMSIZE[config.dtype],
-            accelerator=setup.device.ray_resource is not None,
-            host_bytes=host_memory()[0],
-        ),
         total_steps=schedule.total_steps,
         cost=cost,
         train=_store_spec(store, config, plan),
         evaluation=None if evaluation is None else _store_spec(evaluation, config, _first_plan(evaluation, config)),
     )
-    choice = resolve_grid(config, setup.model_config, cost, packs=_typical_packs(plan, store))
-    grid = choice.grid
-    if setup.cluster is None:
-        setup.cluster = connect(workers=config.workers)
-    events = EventLog(events_path, generation=record.generation)
-    events.write(
-        "run_started",
-        run_id=record.run_id,
-        config=config.to_dict(),
-        grid=dataclasses.asdict(grid),
-        grid_reason=choice.reason,
-    )
-    warning = grid_warning(grid, config, setup.model_config, cost)
-    with Display(total_steps=schedule.total_steps) as display, StopSignal(display.say) as stop:
-        if warning is not None:
-            display.say(warning)
-        outcome = Controller(
-            spec=spec,
-            grid=grid,
-            schedule=schedule,
-            cluster=setup.cluster,
-            record=record,
-            events=events,
-            display=display,
-            stop=stop,
-        ).run()
-    events.close()
-    return _result(folder, outcome)
+    return launch(setup, spec, schedule, record, packs=_typical_packs(plan, store))
 
 
 def _tokenizer_of_run(setup: Setup) -> Any:
@@ -210,7 +191,11 @@ def _tokenizer_of_run(setup: Setup) -> Any:
     return tokenizer
 
 
-def _prepare(setup: Setup, data: Any, folder: Path, progress: Any) -> DocumentStore:
+def _prepare(setup: Setup, data: Any, folder: Path, progress: ProgressBar) -> DocumentStore:
+    def cluster() -> None:
+        if setup.cluster is None:
+            setup.cluster = connect(workers=setup.config.workers)
+
     return prepare(
         data,
         setup.tokenizer,
@@ -218,6 +203,7 @@ def _prepare(setup: Setup, data: Any, folder: Path, progress: Any) -> DocumentSt
         config=setup.config.data,
         folder=folder,
         progress=progress,
+        connect=cluster,
     )
 
 
@@ -242,10 +228,6 @@ def _typical_packs(plan: PackPlan, store: DocumentStore) -> list[list[int]]:
     count = min(len(plan), _TYPICAL_PACKS)
     picked = [len(plan) * i // count for i in range(count)]
     return [list(itertools.accumulate(int(store.lengths[d]) for d in plan.pack(i))) for i in picked]
-
-
-def _newest(folder: Path) -> Path | None:
-    return newest(folder / "checkpoints").path
 
 
 def _result(folder: Path, outcome: Outcome) -> FitResult:

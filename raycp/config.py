@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,9 +20,11 @@ LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
 KV_CACHES = ("none", "half", "full")
 DEVICES = ("auto", "cpu", "cuda", "npu")
 DTYPES = ("auto", "float32", "bfloat16")
-FORMATS = ("auto", "messages", "prompt_completion", "text")
-OVERFLOWS = ("raise", "split", "truncate", "drop")
-PACKINGS = ("best_fit", "sequential", "none")
+FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens")
+OVERFLOWS = ("raise", "split", "split_restart", "truncate", "truncate_left", "drop")
+PACKINGS = ("best_fit", "first_fit", "sequential", "none")
+BAD_ROWS = ("raise", "skip")
+LOCAL_COPIES = ("auto", "always", "never")
 TRAIN_ON = ("auto", "assistant", "last_assistant", "completion", "all")
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -65,12 +67,26 @@ class DataConfig:
     """From rows to documents to packs."""
 
     format: str = "auto"
+    """What a row is: messages, sharegpt, alpaca, prompt_completion, text or tokens. "auto": by its columns."""
+    columns: str = ""
+    """Which column is which, where names differ: "prompt=question, completion=answer"."""
+    eod_token_id: int | None = None
+    """Id that ends a document in rows of token ids that were packed before."""
     overflow: str = "raise"
-    """What happens to a document of more than `seq_length` tokens: raise, split, truncate or drop."""
+    """What happens to a document of more than `seq_length` tokens. "split": cut, positions run on over the cut;
+    "split_restart": cut, positions start at 0 again; "truncate": its first tokens are kept; "truncate_left": its last
+    ones; "drop"; "raise": an error that counts them."""
     packing: str = "best_fit"
+    """Which documents share a pack: best_fit, first_fit (as they come, 64 packs open), sequential or none."""
     train_on: str = "auto"
+    """Tokens that are trained: assistant, last_assistant, completion or all. "auto": what the format is made for."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
+    on_bad_row: str = "raise"
+    """"skip": rows that cannot be used are left out, counted, and listed in `skipped.jsonl` beside the documents."""
+    local_copy: str = "auto"
+    """Whether each node copies the documents to its own disk before it reads them. "auto": where they are on a network
+    file system and the disk has room for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +207,25 @@ class FitConfig:
         return raw
 
 
+def column_map(columns: str) -> dict[str, str]:
+    """{our name: the file's name} of `DataConfig.columns`.
+
+    Raises:
+        ValueError: a piece that is no pair, or one of our names twice.
+    """
+    if not isinstance(columns, str):
+        raise ValueError(f"it is a {type(columns).__name__}, not a string")
+    found: dict[str, str] = {}
+    for piece in filter(None, (p.strip() for p in columns.split(","))):
+        ours, sign, theirs = (part.strip() for part in piece.partition("="))
+        if not (ours and sign and theirs):
+            raise ValueError(f"{piece!r} is no pair of names")
+        if ours in found:
+            raise ValueError(f"{ours!r} is there twice")
+        found[ours] = theirs
+    return found
+
+
 def describe_source(data: Any) -> Any:
     """A short JSON-able description of a `data` argument: paths as they are, anything else by its type."""
     if data is None or isinstance(data, str):
@@ -199,6 +234,10 @@ def describe_source(data: Any) -> Any:
         return str(data)
     if isinstance(data, list | tuple) and all(isinstance(x, str) or hasattr(x, "__fspath__") for x in data):
         return [str(x) for x in data]
+    if isinstance(data, Mapping):
+        return {str(name): weight for name, weight in data.items()}
+    if isinstance(data, list | tuple) and data and all(isinstance(x, tuple) and len(x) == 2 for x in data):
+        return [[describe_source(one), weight] for one, weight in data]
     return f"<{type(data).__module__}.{type(data).__qualname__}>"
 
 
@@ -368,6 +407,13 @@ def _check_data(found: _Problems, d: DataConfig) -> None:
     found.choice("data.overflow", d.overflow, OVERFLOWS)
     found.choice("data.packing", d.packing, PACKINGS)
     found.choice("data.train_on", d.train_on, TRAIN_ON)
+    found.choice("data.on_bad_row", d.on_bad_row, BAD_ROWS)
+    found.choice("data.local_copy", d.local_copy, LOCAL_COPIES)
+    found.integer("data.eod_token_id", d.eod_token_id, 0, none=True)
+    try:
+        column_map(d.columns)
+    except ValueError as error:
+        found.add(f"data.columns={d.columns!r}: {error}", "write it as 'prompt=question, completion=answer'")
 
 
 def _check_optim(found: _Problems, o: OptimConfig) -> None:
@@ -406,7 +452,7 @@ def _check_elastic(found: _Problems, e: ElasticConfig, workers: int | None) -> N
         )
     bounds = (("min_workers", e.min_workers, workers), ("max_workers", workers, e.max_workers))
     for name, low, high in bounds:
-        if isinstance(low, int) and isinstance(high, int) and low > high:
+        if isinstance(low, int) and isinstance(high, int) and low > high >= 1:
             found.add(
                 f"elastic.{name}={getattr(e, name)} with workers={workers}: the run starts outside its own limits",
                 f"set elastic.{name} to {workers}, or change workers",

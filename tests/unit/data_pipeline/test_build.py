@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from data_pipeline import describe, plan_packs, prepare
+from data_pipeline import build_store, describe, plan_packs
 from data_pipeline.build import remove_leftovers
 from data_pipeline.store import META
 from raycp.config import DataConfig
@@ -19,7 +19,7 @@ TEXTS = [{"text": "one two three " * i} for i in range(1, 6)]
 
 def run(data, folder, *, seq_length: int = 64, tokenizer=None, progress=None, **config):
     tokenizer = tokenizer or make_tokenizer()
-    return prepare(
+    return build_store(
         data, tokenizer, seq_length=seq_length, config=DataConfig(**config), folder=folder, progress=progress
     )
 
@@ -38,8 +38,12 @@ def test_what_a_killed_preparation_left_is_removed_and_nothing_else(tmp_path):
     (tmp_path / ".0123.abcd").mkdir()
     (tmp_path / ".0123.abcd" / "ids.bin").write_bytes(b"half")
     (tmp_path / "spool" / "rows-abcd.jsonl").write_text("{}")
+    (kept.folder / ".part-00001.abcd").mkdir()
+    before = sorted(p for p in kept.folder.rglob("*") if not p.name.startswith("."))
     remove_leftovers(tmp_path)
-    assert sorted(p.name for p in tmp_path.rglob("*") if p.parent != kept.folder) == sorted([kept.folder.name, "spool"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([kept.folder.name, "spool"])
+    assert sorted(kept.folder.rglob("*")) == before
+    assert list((tmp_path / "spool").iterdir()) == []
     assert contents(run(CHATS, tmp_path)) == contents(kept)
     remove_leftovers(tmp_path / "not made yet")
 
@@ -61,10 +65,11 @@ def test_files_and_iterables_give_the_same_documents(tmp_path):
 def test_batches_do_not_show(tmp_path, monkeypatch):
     whole = run(CHATS, tmp_path / "a")
     seen: list[int] = []
-    monkeypatch.setattr("data_pipeline.build._BATCH_ROWS", 2)
-    assert contents(run(CHATS, tmp_path / "b", progress=seen.append)) == contents(whole)
+    monkeypatch.setattr("data_pipeline.part_worker._BATCH_ROWS", 2)
+    store = run(CHATS, tmp_path / "b", progress=lambda rows, share: seen.append(rows))
+    assert contents(store) == contents(whole)
     assert seen == [2, 4, 6, 7]
-    monkeypatch.setattr("data_pipeline.build._BATCH_CHARACTERS", 1)
+    monkeypatch.setattr("data_pipeline.part_worker._BATCH_CHARACTERS", 1)
     assert contents(run(CHATS, tmp_path / "c")) == contents(whole)
 
 
@@ -73,7 +78,7 @@ def test_a_second_call_finds_the_first(tmp_path):
     first = run(file, tmp_path / "s")
     stamp = (first.folder / META).stat().st_mtime_ns
     calls: list[int] = []
-    again = run(file, tmp_path / "s", progress=calls.append)
+    again = run(file, tmp_path / "s", progress=lambda rows, share: calls.append(rows))
     assert (again.folder, calls) == (first.folder, [])
     assert (again.folder / META).stat().st_mtime_ns == stamp
     assert again.report == first.report
@@ -101,7 +106,7 @@ def test_whatever_matters_gives_another_store(tmp_path):
 def test_a_torn_store_is_built_again(tmp_path):
     first = run(TEXTS, tmp_path / "s")
     want = contents(first)
-    (first.folder / "ids.bin").write_bytes(b"")
+    (first.folder / "part-00000" / "ids.bin").write_bytes(b"")
     assert contents(run(TEXTS, tmp_path / "s")) == want
 
 
@@ -111,7 +116,7 @@ def test_raise_reports_all_long_documents_and_keeps_the_work(tmp_path):
     calls: list[int] = []
     for _ in range(2):
         with pytest.raises(DataError, match=rf"2 document\(s\) .* seq_length=64 .* row {file}:7") as error:
-            run(file, tmp_path / "s", progress=calls.append)
+            run(file, tmp_path / "s", progress=lambda rows, share: calls.append(rows))
     longest = error.value.details["longest"]
     assert len(calls) == 1
     assert run(file, tmp_path / "s", seq_length=longest).longest == longest
@@ -133,7 +138,7 @@ def test_overflow_is_reported(tmp_path, policy):
 def test_describe_says_what_was_found(tmp_path):
     store = run(CHATS, tmp_path / "s")
     text = describe(store, plan_packs(store.lengths, seq_length=64))
-    assert "messages (detected), trained: assistant by prefix rendering" in text
+    assert "detected  messages, 7 rows (rows); trained: assistant by prefix rendering" in text
     assert f"{len(store)} documents, {store.num_tokens:,} tokens" in text
     assert f"max {store.longest}" in text
     assert "% full" in text
@@ -149,7 +154,7 @@ def test_describe_says_what_was_found(tmp_path):
         (TEXTS, {"train_on": "assistant"}, "does not fit rows of format text"),
         ([{"messages": chat("hi")}], {}, "rows:1: no assistant turn"),
         ([{"text": "one two three " * 50}], {"overflow": "drop"}, "nothing is left to train of 1 rows"),
-        ([{"text": "<|im_end|>"}], {}, "none of 1 rows has a token to train"),
+        ([{"text": "<|im_end|>"}], {}, "rows:1: the row has no target"),
     ],
 )
 def test_bad_data_is_refused_and_leaves_nothing(tmp_path, rows, config, message):

@@ -76,5 +76,5 @@ def test_wrong_shapes_name_row_and_field(name, row, message):
 def test_unknown_columns_and_formats():
     with pytest.raises(DataError, match="f:1: columns 'question', 'answer' are of no known format"):
         detect_format(Row("f:1", {"question": "x", "answer": "y"}))
-    with pytest.raises(DataError, match="'alpaca' is not a choice"):
-        parser_of("alpaca")
+    with pytest.raises(DataError, match="'kto' is not a choice"):
+        parser_of("kto")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_pipeline import Document, DocumentStore, PackLoader, StepSchedule, assign_packs, pack_documents
-from data_pipeline.store import StoreWriter
+from data_pipeline.store_writer import StoreWriter
 from raycp.errors import PlanError
 
 
@@ -21,9 +21,7 @@ def store(tmp_path) -> DocumentStore:
 
 @pytest.fixture
 def loader(store):
-    loader = PackLoader(store, seq_length=16, seed=3)
-    yield loader
-    loader.close()
+    return PackLoader(store, seq_length=16, seed=3)
 
 
 def same(a, b) -> bool:
@@ -56,39 +54,16 @@ def test_step_weight_is_the_sum_over_any_split_of_the_step(loader):
         assert loader.step_weight(ids) == sum(loader.pack(ids[i]).target_weight for part in parts for i in part)
 
 
-def test_prefetched_packs_are_the_same(store, loader):
-    ids = list(range(6))
-    loader.prefetch(ids)
-    ahead = [loader.pack(i) for i in ids]
-    assert all(same(a, loader.pack(i)) for a, i in zip(ahead, ids, strict=True))
-    assert not same(ahead[0], ahead[1])
-    wanted = pack_documents([store.document(d) for d in loader.documents(0)])
-    assert same(ahead[0], wanted)
-
-
-def test_prefetch_lets_go_of_what_nobody_used(loader):
-    loader.prefetch([0, 1, 2])
-    loader.prefetch([2, 3])
-    assert set(loader._ahead) == {2, 3}
-
-
-def test_an_error_of_the_thread_is_raised_where_the_pack_is_used(store, loader, monkeypatch):
-    def torn(index: int) -> Document:
-        raise OSError(f"document {index} cannot be read")
-
-    loader.prefetch([0])
-    loader.pack(0)
-    monkeypatch.setattr(store, "document", torn)
-    loader.prefetch([1])
-    with pytest.raises(OSError, match="cannot be read"):
-        loader.pack(1)
+def test_any_pack_is_read_by_itself(store, loader):
+    wanted = pack_documents([store.document(d) for d in loader.documents(5)])
+    assert same(loader.pack(5), wanted)
+    assert not same(loader.pack(4), wanted)
 
 
 def test_another_process_sees_the_same_packs(store, loader):
     other = PackLoader(pickle.loads(pickle.dumps(store)), seq_length=16, seed=3)
     assert other.plan(2).hash == loader.plan(2).hash
     assert same(other.pack(7), loader.pack(7))
-    other.close()
 
 
 def test_negative_pack_ids_are_refused(loader):

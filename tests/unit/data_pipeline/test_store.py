@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from data_pipeline import Document, DocumentStore
-from data_pipeline.store import META, StoreWriter, problem_with
+from data_pipeline.store import META, problem_with
+from data_pipeline.store_writer import StoreWriter
 from raycp.errors import DataError
 
 

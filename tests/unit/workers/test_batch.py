@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline import DocumentStore, PackLoader, prepare
+from data_pipeline import DocumentStore, PackLoader, build_store
 from jobs.presets import make_tokenizer
 from raycp.attention import Groups
 from raycp.attention.communicator import LocalCommunicator
@@ -19,7 +19,7 @@ from workers.batch import Batcher, MicroBatch
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory: pytest.TempPathFactory) -> PackLoader:
     rows = [{"text": "word " * n} for n in (5, 90, 40, 3, 60, 20, 1)]
-    store: DocumentStore = prepare(
+    store: DocumentStore = build_store(
         rows, make_tokenizer(), seq_length=128, config=DataConfig(), folder=tmp_path_factory.mktemp("data")
     )
     return PackLoader(store, seq_length=128)

@@ -1,0 +1,184 @@
+"""One part of a source to one part of a store: what runs in each process that prepares data.
+
+Guarantees: a part is written whole or not at all, and says so in its key, so preparation that was killed goes on with
+the parts that are missing; memory holds one batch of rows, and about 50 bytes per document of the part. With
+on_bad_row="skip" every row that was left out is in `skipped.jsonl` with what is wrong with it.
+Cost: rendering and tokenizing; travels to other processes as a pickle of the tokenizer's size.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.encode import Tokenizer
+from data_pipeline.examples import Example, num_characters
+from data_pipeline.formats import Parser, parser_of
+from data_pipeline.overflow import Overflow, OverflowReport
+from data_pipeline.render import Renderer
+from data_pipeline.rows import BadRow, Part, Row, raise_bad
+from data_pipeline.sources import read_part
+from data_pipeline.store import StorePart, problem_with
+from data_pipeline.store_writer import StoreWriter
+from raycp.errors import DataError
+
+SKIPPED = "skipped.jsonl"
+_BATCH_ROWS = 256
+_BATCH_CHARACTERS = 1 << 20
+_SHOWN = 500  # characters of an error in the file of skipped rows
+
+Progress = Callable[[int, float], None]
+"""Takes the number of rows done and the share of all bytes, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How rows of one source become documents: plain values, part of a store's key."""
+
+    format: str
+    train_on: str
+    chat_template: str | None
+    columns: str
+    eod_token_id: int | None
+    vocabulary: int
+    on_bad_row: str
+    overflow: str
+    seq_length: int
+
+    def parser(self) -> Parser:
+        """The function that turns rows into examples."""
+        return parser_of(self.format, columns=self.columns, eod_token_id=self.eod_token_id, vocabulary=self.vocabulary)
+
+    def renderer(self, tokenizer: Tokenizer) -> Renderer:
+        """What turns examples into documents."""
+        return Renderer(tokenizer, train_on=self.train_on, chat_template=self.chat_template, format_name=self.format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One part to write: number `index` of all, from source number `source`."""
+
+    index: int
+    source: int
+    part: Part
+
+    @property
+    def name(self) -> str:
+        """Folder of the part in that of the store."""
+        return f"part-{self.index:05d}"
+
+    def key(self, store_key: str) -> str:
+        """What the part is made of."""
+        part = self.part
+        facts = [store_key, self.source, part.start, part.stop, part.first, part.size]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+@dataclass(kw_only=True)
+class PartReport:
+    """Counts of one part."""
+
+    index: int
+    source: int
+    rows: int = 0
+    skipped: int = 0
+    first_skipped: str = ""
+    rows_cut: int = 0
+    mask: str = ""
+    overflow: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class PartWorker:
+    """Writes parts; called with a `Job`.
+
+    Args:
+        folder: of the store, which all processes see.
+        key: of the store.
+        recipes: by source.
+        tokenizer: a fast one.
+        on_rows: called with the number of rows of each batch; stays in the process that set it.
+    """
+
+    folder: Path
+    key: str
+    recipes: tuple[Recipe, ...]
+    tokenizer: Tokenizer
+    on_rows: Callable[[int], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "on_rows": None}
+
+    def report_of(self, job: Job) -> PartReport | None:
+        """The report of a part that is written already, or None."""
+        place = self.folder / job.name
+        if problem_with(place):
+            return None
+        meta = StorePart.open(place)
+        return PartReport(**meta.report["part"]) if meta.report["key"] == job.key(self.key) else None
+
+    def __call__(self, job: Job) -> PartReport:
+        """Reads, renders and writes one part.
+
+        Raises:
+            DataError: a row that cannot be used, with on_bad_row="raise".
+            ModelError: a tokenizer or template that cannot be trained with.
+        """
+        recipe = self.recipes[job.source]
+        renderer, overflow = recipe.renderer(self.tokenizer), Overflow(recipe.seq_length, recipe.overflow)
+        report = PartReport(index=job.index, source=job.source)
+        with StoreWriter(self.folder / job.name) as writer:
+            skipped = (writer.aside / SKIPPED).open("w", encoding="utf-8")
+
+            def note(error: DataError) -> None:
+                report.skipped += 1
+                report.first_skipped = report.first_skipped or error.message
+                row = error.details.get("row") or f"{error.details.get('file')}:{error.details.get('line')}"
+                line = {"row": row, "problem": error.message[:_SHOWN], "fix": error.fix}
+                skipped.write(json.dumps(line) + "\n")
+
+            bad: BadRow = note if recipe.on_bad_row == "skip" else raise_bad
+            with skipped:
+                for batch in _batches(read_part(job.part, bad), recipe.parser(), bad, report):
+                    for document in renderer.render_batch(batch, bad):
+                        for kept in overflow.apply(document):
+                            writer.append(kept)
+                    if self.on_rows is not None:
+                        self.on_rows(len(batch))
+            report.rows += report.skipped
+            report.rows_cut, report.mask = renderer.rows_cut, renderer.mask_source()
+            report.overflow = asdict(overflow.report)
+            writer.commit_part(key=self.key, report={"key": job.key(self.key), "part": asdict(report)})
+        return report
+
+
+def combined(reports: list[PartReport]) -> OverflowReport:
+    """The overflow reports of all parts as one."""
+    total = OverflowReport(**reports[0].overflow)
+    for report in reports[1:]:
+        total.add(OverflowReport(**report.overflow))
+    return total
+
+
+def _batches(
+    rows: Iterator[Row], parse: Parser, bad: BadRow, report: PartReport
+) -> Iterator[list[tuple[str, Example]]]:
+    """Examples, a few hundred or about a megabyte of text at a time; `report.rows` counts those that were yielded."""
+    batch: list[tuple[str, Example]] = []
+    characters = 0
+    for row in rows:
+        try:
+            example = parse(row)
+        except DataError as error:
+            bad(error)
+            continue
+        report.rows += 1
+        batch.append((row.id, example))
+        characters += num_characters(example)
+        if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
