@@ -73,10 +73,10 @@ download-size: $(VENV)/.demo
 
 # Counted figures in a minute or two; the timed ones (docs/benchmarks.md) want an idle machine for half an hour.
 bench-quick: $(VENV)/.dev
-	for name in balance bytes overlap; do $(BIN)/python -m benchmarks.$$name || failed=1; done; exit $${failed:-0}
+	for name in balance bytes overlap packing; do $(BIN)/python -m benchmarks.$$name || failed=1; done; exit $${failed:-0}
 
 bench: $(VENV)/.dev
-	for name in balance bytes overlap attention_speed scaling end_to_end auto_regret; do \
+	for name in balance bytes overlap packing attention_speed scaling end_to_end auto_regret; do \
 	  $(BIN)/python -m benchmarks.$$name || failed=1; done; exit $${failed:-0}
 
 format: $(VENV)/.dev

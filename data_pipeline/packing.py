@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline.streams import pack_stream
 from raycp.config import PACKINGS
 from raycp.errors import PlanError
 
@@ -99,7 +100,8 @@ def plan_packs(
     Args:
         lengths: [documents] tokens of each document, each 1 to `seq_length`.
         seq_length: room of a pack.
-        policy: "best_fit": global best-fit decreasing, packs shuffled by (seed, epoch). "sequential": documents in
+        policy: "best_fit": global best-fit decreasing, packs shuffled by (seed, epoch). "first_fit": documents as they
+            come into the first of 64 open packs, packs in the order in which they fill up. "sequential": documents in
             their own order, a new pack when the next does not fit, never shuffled. "none": one document per pack,
             shuffled.
         seed: of the shuffle.
@@ -112,11 +114,15 @@ def plan_packs(
     _check(sizes, seq_length, policy, seed, epoch)
     if policy == "best_fit":
         order, offsets = _best_fit_decreasing(sizes, seq_length)
+    elif policy == "first_fit":
+        packs = list(pack_stream(sizes.tolist(), seq_length))
+        order = np.fromiter(itertools.chain.from_iterable(packs), np.int64, sizes.size)
+        offsets = _offsets(np.fromiter(map(len, packs), np.int64, len(packs)))
     elif policy == "sequential":
         order, offsets = _sequential(sizes, seq_length)
     else:
         order, offsets = np.arange(sizes.size, dtype=np.int64), np.arange(sizes.size + 1, dtype=np.int64)
-    if policy != "sequential":
+    if policy in ("best_fit", "none"):
         order, offsets = _shuffle_packs(order, offsets, seed, epoch)
     num_packs, num_tokens = int(offsets.size - 1), int(sizes.sum())
     facts = f"raycp-pack-plan:{VERSION}:{policy}:{seq_length}:{seed}:{sizes.size}:"

@@ -14,7 +14,7 @@ from raycp.errors import PlanError
 GOLDEN_PACKS = ((2, 3), (0, 8, 5), (7, 6), (4, 1))
 GOLDEN_HASH = "8c20637728ec7179e8be6de3cfc5534f6a6fe3738ae0123071d8a306dafbe8a9"
 GOLDEN_PERMUTATION = [1, 5, 4, 6, 0, 3, 7, 2]
-POLICIES = ("best_fit", "sequential", "none")
+POLICIES = ("best_fit", "first_fit", "sequential", "none")
 
 
 def check_plan(plan: PackPlan, lengths: list[int], seq_length: int) -> None:
