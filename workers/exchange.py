@@ -17,7 +17,6 @@ from typing import Any
 from raycp.errors import ClusterError, RaycpError, StaleGenerationError
 from raycp.training.manifest import ShardEntry, ShardRecord, shard_file
 from workers.slots import Slot, SlotState, SlotTable
-from workers.storage import storage_fix
 from workers.wire import STALL_SECONDS, Connection, KeeperAddress, Message, accepted, connect_tcp
 
 RETRY_SECONDS = 0.2
@@ -376,34 +375,36 @@ class Exchange:
         source: KeeperAddress | None = None,
     ) -> Slot:
         """A slot with its memory, when the commit of the step before allows it."""
-        with self.changed:
-            while True:
-                self.require(in_force)
-                if self.closed or not connection.is_open:
-                    raise ConnectionError("the peer left")
-                slot = None
-                if in_force == self.generation:  # else the driver has not told this keeper yet
-                    slot = self.table.grant(
-                        replica=replica,
-                        rank=rank,
-                        step=step,
-                        generation=generation,
-                        file=file,
-                        size=size,
-                        holder=holder,
-                        source=source,
-                    )
-                if slot is not None:
-                    break
-                self.changed.wait(WAIT_SECONDS)
+        slot: Slot | None = None
         try:
+            with self.changed:
+                while slot is None:
+                    self.require(in_force)
+                    if self.closed or not connection.is_open:
+                        raise ConnectionResetError("the peer left")
+                    if in_force == self.generation:  # else the driver has not told this keeper yet
+                        slot = self.table.grant(
+                            replica=replica,
+                            rank=rank,
+                            step=step,
+                            generation=generation,
+                            file=file,
+                            size=size,
+                            holder=holder,
+                            source=source,
+                        )
+                    if slot is None:
+                        self.changed.wait(WAIT_SECONDS)
             with self.using(slot):
                 slot.image.reserve()
+        except ConnectionError:
+            raise
         except OSError as error:
-            self._discard(slot)
+            if slot is not None:
+                self._discard(slot)
             raise ClusterError(
-                f"no memory for {size} bytes of step {step} of rank {rank}: {error}",
-                fix=storage_fix(error) or "free memory there, use more nodes, or raise elastic.snapshot_every",
+                f"no memory for {size} bytes of step {step} of rank {rank}: {error.strerror or error}",
+                fix="free memory there, use more nodes, or raise elastic.snapshot_every",
             ) from error
         return slot
 

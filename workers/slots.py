@@ -8,6 +8,7 @@ is anonymous memory (memfd): no limit of /dev/shm, nothing left on a file system
 Not thread-safe: whoever owns the table holds a lock.
 """
 
+import errno
 import fcntl
 import itertools
 import mmap
@@ -18,6 +19,7 @@ from enum import Enum
 from typing import Any
 
 from raycp.errors import ClusterError
+from raycp.training.device import host_memory
 from raycp.training.manifest import ShardEntry, ShardRecord
 from workers.wire import KeeperAddress
 
@@ -25,12 +27,17 @@ _NUMBERS = itertools.count(1)
 
 
 class Image:
-    """Anonymous memory of a fixed size that processes of a node share by its descriptor."""
+    """Anonymous memory of a fixed size that processes of a node share by its descriptor.
+
+    Raises:
+        OSError: no process can map that much (ENOMEM).
+    """
 
     def __init__(self, size: int) -> None:
         self.number = next(_NUMBERS)
         self.size = size
         self.descriptor = os.memfd_create("raycp-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._reserved = False
         try:
             os.ftruncate(self.descriptor, size)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -39,15 +46,17 @@ class Image:
             os.close(self.descriptor)
             raise
         self.view = memoryview(self._map)
-        self._reserved = False
 
     def reserve(self) -> None:
-        """Takes the pages, about 3 GB/s, so that a full machine is an error here and not a signal at the first write.
+        """Takes the pages, about 3 GB/s, so that no writer waits for them, and none is killed for want of one.
 
         Raises:
-            OSError: no memory (ENOMEM, ENOSPC).
+            OSError: this machine or container has less memory left (ENOMEM).
         """
         if not self._reserved:
+            _, available = host_memory()
+            if self.size > available:
+                raise OSError(errno.ENOMEM, f"{self.size} bytes of memory are needed, {available} are left")
             os.posix_fallocate(self.descriptor, 0, self.size)
             self._reserved = True
 
@@ -232,9 +241,9 @@ class SlotTable:
 
     def left(self, holder: Any) -> None:
         """Whoever filled these slots is gone: what it had not sealed is lost, and no image is used again for it."""
-        for slot in [s for s in self.slots if s.holder is holder]:
+        for slot in [s for s in (*self.slots, *self._leaving) if s.holder is holder]:
             slot.holder = None
-            if slot.state is SlotState.FILLING:
+            if slot.state is SlotState.FILLING and not slot.retired:
                 self.retire(slot)
         for key, spares in self._spare.items():
             for _, image in [s for s in spares if s[0] is holder]:
