@@ -54,12 +54,13 @@ def step_folder(root: Folder, step: int) -> Folder:
     return root / name if isinstance(root, Path) else f"{root.rstrip('/')}/{name}"
 
 
-def commit(folder: Folder, manifest: Manifest) -> Folder:
+def commit(folder: Folder, manifest: Manifest, *, by: int | None = None) -> Folder:
     """Makes the step exist, once all its files are there. Doing it twice, or two doing it at once, is fine.
 
     Args:
         folder: `step_folder(root, step)`, which holds the shards.
         manifest: what they are.
+        by: generation of whoever commits, which may have inherited the step from an older one; default: the step's.
 
     Returns:
         `folder`.
@@ -67,42 +68,34 @@ def commit(folder: Folder, manifest: Manifest) -> Folder:
     Raises:
         CheckpointError: the shards do not give every row of every tensor exactly once, or a file of them is not there
             with its length.
-        StaleGenerationError: a later generation has committed, or fenced this one off.
+        StaleGenerationError: a later generation has committed, or has fenced off `by` (see `latest.fence`).
         OSError: the storage refused.
     """
-    problem = coverage_problem(manifest.shards)
     storage = Storage.of(folder)
-    if problem:
-        raise CheckpointError(f"{folder} cannot be committed: {problem}", fix="collect the record of every rank")
-    data = manifest.to_bytes()
-    there = _refuse_stale(storage, manifest)
-    problem = _first_problem(_length_problem, storage, manifest)
+    fence = read_latest(storage.parent).fence_of(manifest.run_id)
+    if fence > (manifest.generation if by is None else by):
+        raise _stale(storage, manifest, fence)
+    problem = _commit(storage, manifest)
     if problem:
         raise CheckpointError(f"{folder} cannot be committed: {problem}", fix="write the shard again")
-    if there != data:
-        storage.replace(MANIFEST, data)
-        if _refuse_stale(storage, manifest) != data:
-            raise OSError(errno.EIO, "the manifest reads otherwise than it was written", f"{storage}/{MANIFEST}")
-    advance(storage.parent, manifest.run_id, manifest.generation, manifest.step)
     return folder
 
 
-def commit_if_whole(folder: Folder, manifest: Manifest) -> bool:
+def commit_if_whole(folder: Storage | Path | str, manifest: Manifest) -> bool:
     """For writers without a driver: whoever has written its shards calls this, and the last one commits.
+
+    A driver that has fenced the step's generation off, and died before it committed anything, does not make this fail:
+    what was committed in memory is the run's newest state still.
 
     Returns:
         Whether the step is committed now; False while files are missing or short.
 
     Raises:
         CheckpointError: the shards do not give every row of every tensor exactly once.
-        StaleGenerationError: a later generation has committed, or fenced this one off.
+        StaleGenerationError: a later generation has committed.
         OSError: the storage refused.
     """
-    storage = Storage.of(folder)
-    if _first_problem(_length_problem, storage, manifest):
-        return False
-    commit(storage, manifest)
-    return True
+    return not _commit(Storage.of(folder), manifest)
 
 
 def load_manifest(folder: Storage | Path | str) -> Manifest:
@@ -244,25 +237,48 @@ def _steps(root: Storage) -> list[str]:
     return sorted(names)
 
 
-def _refuse_stale(storage: Storage, manifest: Manifest) -> bytes:
-    """Bytes of the manifest that is there ("": none), if this one may replace it."""
+def _commit(storage: Storage, manifest: Manifest) -> str:
+    """What is missing of the files of the step; "" if it is committed now."""
+    problem = coverage_problem(manifest.shards)
+    if problem:
+        raise CheckpointError(f"{storage} cannot be committed: {problem}", fix="collect the record of every rank")
+    data = manifest.to_bytes()
+    there = _replaceable(storage, manifest)
+    problem = _first_problem(_length_problem, storage, manifest)
+    if problem:
+        return problem
+    if there != data:
+        storage.replace(MANIFEST, data)
+        if _replaceable(storage, manifest) != data:
+            raise OSError(errno.EIO, "the manifest reads otherwise than it was written", f"{storage}/{MANIFEST}")
+    advance(storage.parent, manifest.run_id, manifest.generation, manifest.step)
+    return ""
+
+
+def _replaceable(storage: Storage, manifest: Manifest) -> bytes:
+    """Bytes of the manifest that is there (none: empty), if this one may replace it."""
+    latest = read_latest(storage.parent)
+    newer = latest.generation if latest.run_id == manifest.run_id else 0
     try:
         there = storage.read(MANIFEST)
     except FileNotFoundError:
         there = b""
-    newer = read_latest(storage.parent).fence_of(manifest.run_id)
     if there:
         with contextlib.suppress(CheckpointError):  # a torn one is to be replaced
             old = Manifest.from_bytes(there)
             newer = max(newer, old.generation if old.run_id == manifest.run_id else 0)
     if newer > manifest.generation:
-        raise StaleGenerationError(
-            f"step {manifest.step} of generation {manifest.generation} is not committed to {storage}: generation "
-            f"{newer} has taken over",
-            fix="nothing: the run goes on in the newer generation",
-            generation=newer,
-        )
+        raise _stale(storage, manifest, newer)
     return there
+
+
+def _stale(storage: Storage, manifest: Manifest, newer: int) -> StaleGenerationError:
+    return StaleGenerationError(
+        f"step {manifest.step} of generation {manifest.generation} is not committed to {storage}: generation {newer} "
+        "has taken over",
+        fix="nothing: the run goes on in the newer generation",
+        generation=newer,
+    )
 
 
 def _first_problem(check: Callable[[Storage, ShardRecord], str], storage: Storage, manifest: Manifest) -> str:

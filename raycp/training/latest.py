@@ -23,7 +23,7 @@ class Latest:
 
     Attributes:
         run_id: whose it is; "" if there is none.
-        fence: no generation of the run before this one may commit.
+        fence: no driver of a generation of the run before this one may commit.
         generation: of the step that was committed last.
         step: that one; None before the first.
     """
@@ -56,7 +56,7 @@ def read_latest(root: Storage) -> Latest:
 
 
 def advance(root: Storage, run_id: str, generation: int, step: int) -> None:
-    """`step` was committed by `generation`."""
+    """`step` of `generation` was committed."""
     old = read_latest(root)
     new = Latest(run_id=run_id, fence=max(generation, old.fence_of(run_id)), generation=generation, step=step)
     if old.run_id == run_id and old.step is not None and (old.generation, old.step) > (generation, step):
@@ -65,7 +65,7 @@ def advance(root: Storage, run_id: str, generation: int, step: int) -> None:
 
 
 def fence(root: Storage | Path | str, run_id: str, generation: int) -> None:
-    """From now on no generation of the run before this one commits a step below `root`."""
+    """From now on no driver of a generation of the run before this one commits a step below `root`."""
     root = Storage.of(root)
     old = read_latest(root)
     mine = old if old.run_id == run_id else Latest(run_id=run_id)

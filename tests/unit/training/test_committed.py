@@ -298,8 +298,22 @@ def test_a_fence_holds_before_the_new_generation_has_committed_anything(root):
     assert newest(root).manifest.step == 50
     fence(root, "run", 2)
     assert read_latest(root).fence == 3
+    commit(step_folder(root, 60), manifest, by=3)
+    assert newest(root).manifest.age == (2, 60), "the new generation has inherited it from memory"
     save(root, 55, generation=3)
     assert newest(root).manifest.step == 55
+
+
+def test_keepers_save_their_step_although_a_driver_fenced_and_died_before_it_committed(root):
+    save(root, 50, generation=2)
+    fence(root, "run", 3)
+    manifest = write(root, 57, generation=2)
+    assert commit_if_whole(step_folder(root, 57), manifest)
+    assert newest(root).manifest.age == (2, 57)
+    save(root, 55, generation=3)
+    with pytest.raises(StaleGenerationError):
+        commit_if_whole(step_folder(root, 58), write(root, 58, generation=2))
+    assert newest(root).manifest.age == (3, 55)
 
 
 def test_a_fence_of_another_run_that_was_in_the_folder_binds_nobody(root):
