@@ -9,16 +9,15 @@ import copy
 import dataclasses
 import itertools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import DocumentStore, PackPlan, StepSchedule, plan_packs
+from data_pipeline import DocumentStore, PackPlan, StepSchedule, describe, plan_packs
 from data_pipeline.build import remove_leftovers
 from data_pipeline.prepare import ProgressBar, prepare
 from raycp.config import FitConfig
-from raycp.driver.cluster import (
-    connect,
-)
+from raycp.driver.cluster import connect
 from raycp.driver.controller import Outcome
 from raycp.driver.record import RunRecord, identity_of, single_driver, storage_errors, write_json
 from raycp.errors import DataError, ModelError, one_error
@@ -71,8 +70,9 @@ def fit(
     Args:
         model: a folder, a hub id, a folder with a GGUF file, or a transformers configuration (random initialisation,
             the same for every number of workers).
-        data: path, paths or glob of jsonl / json / parquet / txt, a `datasets.Dataset`, or an iterable of rows with
-            `messages`, `prompt` and `completion`, or `text`.
+        data: path, paths, folder, glob or URL of jsonl / json / csv / parquet / arrow / txt, the name of a data set on
+            the hub, a `datasets.Dataset`, or an iterable of rows; several with weights as {path: weight} or
+            [(source, weight), ...]. docs/data.md has what rows may hold.
         output_dir: folder on storage that all nodes share. The same folder again continues the run in it.
         tokenizer: a tokenizer, a folder or a hub id; the model's own by default.
         config: everything else.
@@ -179,6 +179,7 @@ def _train(
         train=_store_spec(store, config, plan),
         evaluation=None if evaluation is None else _store_spec(evaluation, config, _first_plan(evaluation, config)),
     )
+    print(describe(store, plan), file=sys.stderr)
     return launch(setup, spec, schedule, record, packs=_typical_packs(plan, store))
 
 

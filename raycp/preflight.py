@@ -11,7 +11,7 @@ import os
 from pathlib import Path, PurePath
 from typing import Any
 
-from data_pipeline.sources import open_source
+from data_pipeline.sources import open_source, paths_of
 from raycp.attention.kernels import DEVICES as KERNEL_DEVICES
 from raycp.config import FitConfig
 from raycp.driver.cluster import (
@@ -56,8 +56,9 @@ def check_kinds(config: FitConfig) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class Setup:
-    """What was found out before anything was written or started."""
+    """What was found out before anything was written or started. `asked`: the configuration, "auto" not filled in."""
 
+    asked: FitConfig
     config: FitConfig
     folder: Path
     model: ModelSpec
@@ -87,6 +88,7 @@ class Setup:
                 cluster.close()
             raise one_error(problems)
         return cls(
+            asked=config,
             config=resolved,
             folder=folder,
             model=spec,
@@ -136,19 +138,16 @@ def _check_source(name: str, source: Any, folder: Path | None) -> list[Problem]:
     """Files must exist and hold something; what their rows are is judged when they are read."""
     if source is None and name == "data":
         return [Problem("data is None", "give a path, a datasets.Dataset, or rows")]
-    paths = source if isinstance(source, list | tuple) else [source]
-    if not all(isinstance(p, str | os.PathLike) for p in paths):
-        return []
     found = []
-    for path in paths:
+    for path in paths_of(source):
         try:
             open_source(path, Path(os.devnull))
         except DataError as error:
             found.append(Problem(f"{name}: {error.message}", error.fix, error))
-        if folder is not None and _would_read(os.fspath(path), folder):
+        if folder is not None and _would_read(path, folder):
             found.append(
                 Problem(
-                    f"{name}={os.fspath(path)!r} also takes in what raycp writes to output_dir {folder}, so the data "
+                    f"{name}={path!r} also takes in what raycp writes to output_dir {folder}, so the data "
                     "would differ when the run continues",
                     "put output_dir elsewhere, or name the data files",
                 )

@@ -3,44 +3,65 @@
 Guarantees: calls that change state run one at a time; control calls (`abort`, `progress`, `ping`) are answered while a
 step runs; a message of another generation is refused; any exception first cuts this rank's own groups, so that no
 peer waits for it, and then reaches the driver as a `WorkerError` that names rank, node and cause and tells whether the
-cause is a broken connection (a consequence) or something of this rank's own. Costs one thread pool of three threads.
+cause is a broken connection (a consequence) or something of this rank's own. A process whose node's raylet has died
+ends itself, so that no trainer outlives its node's place in the cluster. Costs one thread pool of three threads, and
+one thread that looks at its parent twice a second.
 """
 
 import gc
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import ray
 import torch
 import torch.distributed as dist
 
-from data_pipeline import DocumentStore, PackLoader
+from data_pipeline import PackLoader
+from data_pipeline.local_copy import open_near
 from raycp.attention import register_attention
-from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError, WorkerError
+from raycp.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RaycpError,
+    StaleGenerationError,
+    WorkerError,
+)
 from raycp.training.checkpoint import CheckpointReader, ShardRecord, write_shard
-from raycp.training.device import torch_device
+from raycp.training.device import device_memory, host_memory, torch_device
 from raycp.training.export import export_hf
 from raycp.training.layers import AttentionLayers
 from raycp.training.model import build_trainee
 from raycp.training.optim import build_optimizer
 from raycp.training.state import export_state, import_state
 from workers.batch import Batcher
+from workers.memory_reader import MemoryPoint, MemoryReader
 from workers.messages import EvalReport, Probe, Rendezvous, RunSpec, StepReport, StepRequest, StoreSpec
 from workers.process_groups import ProcessGroups
 from workers.progress import Progress
-from workers.step import TrainState, run_evaluation, run_step
+from workers.snapshot import SnapshotWriter
+from workers.step import NonFiniteError, TrainState, run_evaluation, run_step
 from workers.storage import storage_fix
+from workers.wire import KeeperAddress
 
 _R = TypeVar("_R")
+_ORPHAN_POLL_SECONDS = 0.5
+_FATAL = (NonFiniteError, ConfigError, DataError, ModelError, CheckpointError)
+"""Errors that come again when the same step is computed again."""
 
 
 class TrainWorker:
     """One rank. The driver makes it with `ray.remote` and calls its methods in the order probe, join, build, restore,
-    then step / evaluate / save / export as the run goes.
+    then step / evaluate / save / export as the run goes; after a fault join, build and restore again, in the same
+    process. A spare is probed and warmed, and waits.
 
     Args:
         spec: the run.
@@ -53,6 +74,8 @@ class TrainWorker:
         self._state: TrainState | None = None
         self._train: tuple[PackLoader, Batcher] | None = None
         self._eval: tuple[PackLoader, Batcher] | None = None
+        self._snapshots: SnapshotWriter | None = None
+        _end_with_parent()
 
     # -- before the groups exist ------------------------------------------------------------------------------------
 
@@ -73,6 +96,9 @@ class TrainWorker:
             pid=os.getpid(),
             accelerators=accelerators,
             cpu_count=os.cpu_count() or 1,
+            started=psutil.Process().create_time(),
+            memory=device_memory(torch_device(self._spec.device, 0))[0],
+            host_memory=host_memory()[1],
             problems=tuple(problems),
         )
 
@@ -100,21 +126,44 @@ class TrainWorker:
             torch.set_num_threads(rendezvous.threads)
             device = self._spec.device
             address = ray.util.get_node_ip_address()
+            self._detach()
             if self._groups is None:
                 self._groups = ProcessGroups.create(rendezvous, device=device, address=address)
             else:
                 self._drop_state()
                 self._groups = self._groups.rebuild(rendezvous, device=device, address=address)
             self._groups.warm()
+            if rendezvous.keeper is not None:
+                self._attach(rendezvous.keeper, rendezvous.secret)
 
         self._guard(rendezvous.generation, body, rank=rendezvous.rank)
 
-    def build(self, generation: int, *, initialise: bool) -> None:
+    def attach(self, generation: int, keeper: KeeperAddress, secret: bytes) -> None:
+        """Sends snapshots to another keeper from now on (the one before was lost). Not while a step runs."""
+
+        def body() -> None:
+            self._require_groups(generation)
+            self._detach()
+            self._attach(keeper, secret)
+
+        self._guard(generation, body)
+
+    def _attach(self, keeper: KeeperAddress, secret: bytes) -> None:
+        at = self._require(self._groups).rendezvous
+        self._snapshots = SnapshotWriter(keeper, secret=secret, generation=at.generation, rank=at.rank)
+
+    def _detach(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
+
+    def build(self, generation: int, *, initialise: bool, recompute: bool) -> None:
         """Makes model, optimizer and data readers for the current groups. Collective.
 
         Args:
             generation: of the groups.
             initialise: read or make the weights; False where `restore` follows.
+            recompute: layers are recomputed in backward (attention's output is kept).
         """
 
         def body() -> None:
@@ -126,7 +175,7 @@ class TrainWorker:
                 shard=spec.config.parallel.shard,
                 dtype=spec.dtype,
                 device=torch_device(spec.device, 0),
-                activation_checkpointing=spec.activation_checkpointing,
+                activation_checkpointing=recompute,
                 loss_chunk=spec.config.loss_chunk,
                 seed=spec.config.seed,
                 initialise=initialise,
@@ -136,7 +185,7 @@ class TrainWorker:
                 optimizer=build_optimizer(trainee, spec.config.optim),
                 rank=groups.rendezvous.rank,
             )
-            self._train = self._open(spec.train, groups, trainee.layers, keep=spec.activation_checkpointing)
+            self._train = self._open(spec.train, groups, trainee.layers, keep=recompute)
             self._eval = None
             if spec.evaluation is not None:
                 self._eval = self._open(spec.evaluation, groups, trainee.layers, keep=False)
@@ -156,11 +205,27 @@ class TrainWorker:
 
         self._guard(generation, body)
 
+    def restore_memory(self, generation: int, point: MemoryPoint, secret: bytes) -> None:
+        """Fills parameters and optimizer from the keepers' memory, whatever world the state is of."""
+
+        def body() -> None:
+            state = self._require_state(generation)
+            near = ray.get_runtime_context().get_node_id()
+            reader = MemoryReader(point.manifest, point.holders, secret=secret, near=near)
+            try:
+                import_state(state.trainee, state.optimizer, reader.read)
+            except CheckpointError as error:  # a keeper was lost meanwhile: another attempt may find what is missing
+                raise ClusterError(error.message, fix=error.fix) from error
+            finally:
+                reader.close()
+
+        self._guard(generation, body)
+
     def _open(
         self, store_spec: StoreSpec, groups: ProcessGroups, layers: AttentionLayers, *, keep: bool
     ) -> tuple[PackLoader, Batcher]:
         config = self._spec.config
-        store = DocumentStore.open(Path(store_spec.folder))
+        store = open_near(Path(store_spec.folder), mode=config.data.local_copy)
         if store.fingerprint != store_spec.fingerprint:
             raise CheckpointError(
                 f"the data in {store_spec.folder} is {store.fingerprint[:16]} here and "
@@ -201,7 +266,8 @@ class TrainWorker:
 
         def body() -> StepReport:
             state, (loader, batcher) = self._require_state(request.generation), self._require(self._train)
-            return run_step(
+            snapshots = self._snapshots
+            report = run_step(
                 state,
                 request,
                 batcher=batcher,
@@ -209,7 +275,11 @@ class TrainWorker:
                 config=self._spec.config,
                 total_steps=self._spec.total_steps,
                 progress=self._progress,
+                before_update=_nothing_to_wait_for if snapshots is None else snapshots.wait,
             )
+            if request.snapshot and snapshots is not None:
+                snapshots.begin(request.step, export_state(state.trainee, state.optimizer))
+            return report
 
         return self._guard(request.generation, body, step=request.step)
 
@@ -224,6 +294,16 @@ class TrainWorker:
             )
 
         return self._guard(generation, body, step=step)
+
+    def snapshot(self, generation: int, step: int) -> None:
+        """Copies the state to the keeper between two steps, and waits for the copy."""
+
+        def body() -> None:
+            state, snapshots = self._require_state(generation), self._require(self._snapshots)
+            snapshots.begin(step, export_state(state.trainee, state.optimizer))
+            snapshots.wait()
+
+        self._guard(generation, body, step=step)
 
     def save(self, generation: int, step: int, folder: str) -> ShardRecord:
         """Writes this rank's share of a checkpoint; the driver commits it with the manifest."""
@@ -306,8 +386,25 @@ class TrainWorker:
                 generation=generation,
                 time=happened,
                 communication=_is_communication(error),
+                fatal=isinstance(error, _FATAL),
                 traceback=traceback.format_exc(),
             ) from None
+
+
+def _nothing_to_wait_for() -> float:
+    return 0.0
+
+
+def _end_with_parent() -> None:
+    """Ends this process once its raylet is gone: Ray declared the node dead, or will."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_ORPHAN_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="raycp-parent", daemon=True).start()
 
 
 def _is_communication(error: BaseException) -> bool:

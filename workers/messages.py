@@ -12,6 +12,7 @@ from raycp.config import FitConfig
 from raycp.plan import CostModel, RankGrid
 from raycp.training.device import DeviceSpec
 from raycp.training.spec import ModelSpec
+from workers.wire import KeeperAddress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,6 @@ class RunSpec:
     dtype: str
     """Compute dtype, resolved: "float32" or "bfloat16"."""
     config: FitConfig
-    activation_checkpointing: bool
     total_steps: int
     cost: CostModel
     """Figures that layouts and algorithms of packs are chosen by: the same on every rank."""
@@ -61,6 +61,10 @@ class Rendezvous:
     """Seconds that one collective may wait."""
     threads: int
     """Compute threads of this rank (CPU)."""
+    keeper: KeeperAddress | None = None
+    """This node's keeper, which snapshots go to; None: state is saved on storage only."""
+    secret: bytes = field(default=b"", repr=False)
+    """Of the run: keepers talk to nobody else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,8 @@ class StepRequest:
     pack_ids: tuple[int, ...]
     next_pack_ids: tuple[int, ...] = ()
     """Of the step after this one: planned ahead."""
+    snapshot: bool = False
+    """Copy the state to the keeper after this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +101,8 @@ class StepReport:
     seconds: float
     remote_blocks_held: int
     """Most remote K/V blocks that this rank held at once."""
+    stall_seconds: float = 0.0
+    """Time that this step waited for the copy of the state of the step before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +125,12 @@ class Probe:
     pid: int
     accelerators: tuple[str, ...]
     cpu_count: int
+    started: float = 0.0
+    """When the process was started (seconds since the epoch): with the pid, its identity on the node."""
+    memory: int = 0
+    """Bytes of memory for all ranks of this node (CPU), or of this rank's accelerator."""
+    host_memory: int = 0
+    """Bytes of memory of this node that nobody uses yet."""
     problems: tuple[tuple[str, str], ...] = ()
     """(message, fix) of everything that is wrong on this node."""
     facts: dict[str, Any] = field(default_factory=dict)

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from raycp.attention import Groups, build_groups
-from raycp.errors import ClusterError
+from raycp.errors import ClusterError, WorkerError
 from raycp.training.device import DeviceSpec
 from raycp.training.mesh import build_mesh
 from workers.messages import Rendezvous
 from workers.sockets import interface_of, listening_ports, shut_sockets
 
-STORE_TIMEOUT = 60.0
-"""Seconds that a rank waits for the store, or for the others to join."""
+CONNECT_TIMEOUT = 20.0
+"""Seconds that a rank waits for the store and for the others while groups are made: a rank that froze meanwhile cannot
+be cut off by its ports, which nobody knows yet. The group's own time-out follows when all connections exist."""
 
 
 class ProcessGroups:
@@ -54,22 +56,16 @@ class ProcessGroups:
             address: this node's address in the cluster; gloo listens on the interface that holds it, and no other.
 
         Raises:
-            ClusterError: the store or a peer did not answer in time.
+            WorkerError: the store or a peer did not answer in time.
         """
         before = listening_ports()
         interface = interface_of(address)
         if interface is not None:  # gloo and the vendors' libraries take the interface from the environment only
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"):
                 os.environ[name] = interface
-        timeout = timedelta(seconds=rendezvous.timeout)
+        timeout = timedelta(seconds=min(rendezvous.timeout, CONNECT_TIMEOUT))
         try:
-            store = dist.TCPStore(
-                rendezvous.store_host,
-                rendezvous.store_port,
-                None,
-                False,
-                timeout=min(timeout, timedelta(seconds=STORE_TIMEOUT)),
-            )
+            store = dist.TCPStore(rendezvous.store_host, rendezvous.store_port, None, False, timeout=timeout)
             dist.init_process_group(
                 device.backend,
                 store=dist.PrefixStore(f"generation/{rendezvous.generation}", store),
@@ -80,7 +76,7 @@ class ProcessGroups:
             mesh = build_mesh(rendezvous.grid.world_size, device.name)
             attention = build_groups(rendezvous.grid, rank=rendezvous.rank, timeout=timeout)
         except (RuntimeError, dist.DistError) as error:
-            raise ClusterError(
+            raise WorkerError(  # most likely a consequence of a failure elsewhere
                 f"rank {rendezvous.rank} of generation {rendezvous.generation} could not connect through the store "
                 f"{rendezvous.store_host}:{rendezvous.store_port}: {error}",
                 fix="let every node reach the driver's node and each other on all TCP ports",
@@ -93,6 +89,8 @@ class ProcessGroups:
         for group in self._all():
             self._all_reduce(group)
         self.learn_ports()
+        for group in self._all():
+            _set_pg_timeout(timedelta(seconds=self.rendezvous.timeout), group)
 
     def learn_ports(self) -> None:
         """Publishes this rank's gloo ports and learns the peers'. Collective.

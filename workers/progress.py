@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 class Progress:
     """Progress of one rank.
 
-    `ring_steps` counts since the start of the process, `ring_steps_done` since the start of the optimizer step.
+    `ring_steps` counts since the start of the process, `ring_steps_done` since the start of the optimizer step;
+    `longest` is the longest time between two movements so far (seconds), which tells a slow rank from a stuck one.
     """
 
     step: int = 0
@@ -22,6 +23,8 @@ class Progress:
     ring_steps: int = 0
     ring_steps_done: int = 0
     phase: str = "idle"
+    phases_done: int = 0
+    longest: float = 0.0
     moved: float = field(default_factory=time.monotonic)
 
     def begin(self, phase: str, step: int, micro_batches: int) -> None:
@@ -29,19 +32,30 @@ class Progress:
         self.micro_batch = self.ring_steps_done = 0
         self.moved = time.monotonic()
 
+    def enter(self, phase: str) -> None:
+        """Another part of the same step begins."""
+        self.phase = phase
+        self._move()
+
     def next_micro_batch(self) -> None:
         self.micro_batch += 1
-        self.moved = time.monotonic()
+        self._move()
 
     def ring_step(self, *_: object) -> None:
         """One step of one layer's attention was computed (forward, recomputation or backward)."""
         self.ring_steps += 1
         self.ring_steps_done += 1
-        self.moved = time.monotonic()
+        self._move()
 
     def end(self) -> None:
+        self._move()
         self.phase = "idle"
-        self.moved = time.monotonic()
+        self.phases_done += 1
+
+    def _move(self) -> None:
+        now = time.monotonic()
+        self.longest = max(self.longest, now - self.moved)
+        self.moved = now
 
     def snapshot(self) -> dict[str, float | int | str]:
         """Plain values, for the driver. `idle_seconds`: since a counter moved."""
@@ -52,5 +66,7 @@ class Progress:
             "ring_steps": self.ring_steps,
             "ring_steps_done": self.ring_steps_done,
             "phase": self.phase,
+            "phases_done": self.phases_done,
+            "longest": self.longest,
             "idle_seconds": time.monotonic() - self.moved,
         }

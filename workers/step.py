@@ -8,6 +8,7 @@ updated or raises; what a raise leaves behind is thrown away by recovery, never 
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,12 @@ def run_step(
     config: FitConfig,
     total_steps: int,
     progress: Progress,
+    before_update: Callable[[], float],
 ) -> StepReport:
     """Runs one optimizer step over `request.pack_ids`. Collective.
+
+    Args:
+        before_update: waits until the state may change (a copy of it may still be made); returns the seconds waited.
 
     Raises:
         NonFiniteError: the loss or the gradient is not finite (on all ranks at once).
@@ -65,7 +70,7 @@ def run_step(
         loss.backward()
         loss_sum += float(loss.detach()) * weight
         held = max(held, batch.carrier.stats.max_remote_blocks)
-    progress.phase = "update"
+    progress.enter("update")
     lr = learning_rate(request.step, total_steps, config.optim)
     norm = clip_by_global_norm(state.trainee, config.optim.clip)
     if not math.isfinite(norm):
@@ -76,6 +81,7 @@ def run_step(
             step=request.step,
         )
     set_learning_rate(state.optimizer, lr)
+    stalled = before_update()
     state.optimizer.step()
     progress.end()
     return StepReport(
@@ -90,6 +96,7 @@ def run_step(
         targets=sum(loader.num_targets(p) for p in request.pack_ids),
         seconds=time.perf_counter() - began,
         remote_blocks_held=held,
+        stall_seconds=stalled,
     )
 
 

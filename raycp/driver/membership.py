@@ -1,9 +1,10 @@
-"""The workers of a run as the driver sees them: handles in rank order, who is alive, and who is to blame.
+"""The ranks of one generation as the driver sees them: handles in rank order, who is alive, and who is to blame.
 
 Guarantees: `gather` returns every rank's answer, or raises one `WorkerError` that names the culprit and not merely the
-first rank that complained: a dead actor outweighs an exception of a rank's own, which outweighs a broken connection
-(the usual consequence of the first two). After the first failure every other rank is ordered to abort its groups, so
-that no rank keeps waiting. Costs a poll each `POLL_SECONDS` while a call runs.
+first rank that complained: a dead, silent or stuck process outweighs an exception of a rank's own, which outweighs a
+broken connection (the usual consequence of the first two); the error's details list every rank that is lost. After
+the first failure every other rank is ordered to abort its groups, so that no rank keeps waiting; `freeze` then tells
+which ranks came to rest. Costs a poll each `POLL_SECONDS` while a call runs.
 """
 
 import time
@@ -12,16 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from raycp.driver.blame import cause_of, default_fix, is_lost, unwrap, weight
 from raycp.errors import RaycpError, WorkerError
 from workers.messages import Probe
 
 CONTROL = "control"
 """Concurrency group of the actor's methods that are answered while a step runs."""
-POLL_SECONDS = 1.0
+POLL_SECONDS = 0.5
 BLAME_SECONDS = 3.0
 """How long the driver waits for the other ranks' versions after the first failure."""
+ANSWER_SECONDS = 2.0
+"""How long a control thread may take to answer before its process counts as unreachable (after a failure)."""
+SLOWER = 4.0
+"""A rank is stuck when it stands still for so many times the longest pause that any rank has shown."""
+FIRST = 10.0
+"""Factor on the limit while a rank is in its first step: nobody knows yet how long its pauses are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,8 @@ class Membership:
     Args:
         members: ranks 0 .. world - 1.
         generation: travels with every call.
-        unresponsive_after: seconds without any answer of a rank's control thread after which it counts as frozen.
+        unresponsive_after: seconds without an answer of a rank's control thread, or without any progress inside a
+            step, after which it counts as lost.
         watch: called about once a second with rank 0's progress while a call runs.
         is_alive: whether the cluster counts a node (by its id) as alive.
     """
@@ -62,11 +71,20 @@ class Membership:
         self._unresponsive_after = unresponsive_after
         self._watch = watch
         self._is_alive = is_alive or _node_is_alive
-        self._beats: dict[int, Any] = {}
+        self._asked: dict[int, Any] = {}
         self._heard: dict[int, float] = {}
+        self._beats: dict[int, dict[str, Any]] = {}
+        self._open: dict[Any, Member] = {}
+        self._lost: set[int] = set()
 
     def gather(
-        self, call: Callable[[Member], Any], *, what: str, only: Sequence[int] | None = None, patience: float = 1.0
+        self,
+        call: Callable[[Member], Any],
+        *,
+        what: str,
+        only: Sequence[int] | None = None,
+        patience: float = 1.0,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls every member (or those in `only`) and waits for all answers.
 
@@ -75,12 +93,14 @@ class Membership:
             what: name of the operation, for messages.
             only: ranks to call.
             patience: factor on the time without an answer after which a rank counts as frozen.
+            meanwhile: called about twice a second while answers are missing; must not raise.
 
         Returns:
             The answers, in rank order.
 
         Raises:
-            WorkerError: a rank died, raised or froze; all others were told to abort.
+            WorkerError: a rank died, raised or froze; all others were told to abort. `details["lost_ranks"]`: ranks
+                whose process is gone, silent or stuck; `details["raised_ranks"]`: ranks that raised on their own.
         """
         chosen = [m for m in self.members if only is None or m.rank in only]
         references = {call(m): m for m in chosen}
@@ -88,23 +108,22 @@ class Membership:
         pending = list(references)
         now = time.monotonic()
         self._heard = {m.rank: now for m in chosen}
-        self._beats = {}
+        self._asked, self._beats = {}, {}
         while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS / 2)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
             failures: dict[int, BaseException] = {}
             for reference in done:
                 member = references[reference]
                 try:
                     answers[member.rank] = ray.get(reference)
-                except RayError as error:
-                    failures[member.rank] = _unwrap(error)
-                except RaycpError as error:
-                    failures[member.rank] = error
-            frozen = self._frozen(chosen, patience * self._unresponsive_after) if pending else None
-            if frozen is not None:
-                failures[frozen.rank] = TimeoutError(
-                    f"no answer from its control thread for {patience * self._unresponsive_after:.0f} s"
-                )
+                except (RayError, RaycpError) as error:
+                    failures[member.rank] = unwrap(error)
+            if pending and meanwhile is not None:
+                meanwhile()
+            if pending:
+                waiting = [references[r] for r in pending]
+                failures |= self._silent(waiting, patience * self._unresponsive_after)
+                failures |= self._stuck(waiting, patience * self._unresponsive_after) if not failures else {}
             if failures:
                 self._fail(failures, {r: references[r] for r in pending}, what)
         return [answers[m.rank] for m in chosen]
@@ -119,54 +138,108 @@ class Membership:
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=1.0)
 
-    def kill(self) -> None:
-        """Ends every actor."""
-        for member in self.members:
-            ray.kill(member.actor, no_restart=True)
+    def freeze(self, seconds: float) -> list[int]:
+        """Waits until every rank has come to rest after a failure; tells which did not, and which are lost.
 
-    def _frozen(self, chosen: Sequence[Member], limit: float) -> Member | None:
-        """A member whose control thread has been silent too long; also feeds `watch` with rank 0's progress."""
+        Args:
+            seconds: how long a rank that still computes (and answers its control thread) may take.
+        """
+        deadline = time.monotonic() + seconds
+        left = {r: m for r, m in self._open.items() if m.rank not in self._lost}
+        while left and time.monotonic() < deadline:
+            done, _ = ray.wait(list(left), num_returns=len(left), timeout=POLL_SECONDS)
+            for reference in done:
+                member = left.pop(reference)
+                if self._failure_of(reference, dead_only=True) is not None:
+                    self._lost.add(member.rank)
+            for rank in self._silent(list(left.values()), ANSWER_SECONDS):
+                self._lost.add(rank)
+            left = {r: m for r, m in left.items() if m.rank not in self._lost}
+        self._lost |= {m.rank for m in left.values()}
+        resting = [m for m in self.members if m.rank not in self._lost]
+        asked = {m.actor.progress.options(concurrency_group=CONTROL).remote(): m for m in resting}
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        for reference, member in asked.items():
+            done, _ = ray.wait([reference], timeout=0)
+            if not done or self._failure_of(reference, dead_only=False) is not None:
+                self._lost.add(member.rank)
+        self._open = {}
+        return sorted(self._lost)
+
+    # -- who does not answer, who does not move ---------------------------------------------------------------------
+
+    def _silent(self, waiting: Sequence[Member], limit: float) -> dict[int, BaseException]:
+        """Members whose control thread has been silent too long; also feeds `watch` with rank 0's progress."""
         now = time.monotonic()
-        for member in chosen:
-            reference = self._beats.get(member.rank)
+        found: dict[int, BaseException] = {}
+        for member in waiting:
+            reference = self._asked.get(member.rank)
             if reference is not None:
                 ready, _ = ray.wait([reference], timeout=0)
                 if not ready:
                     if now - self._heard[member.rank] > limit:
-                        return member
+                        found[member.rank] = TimeoutError(f"no answer from its control thread for {limit:.0f} s")
                     continue
-                del self._beats[member.rank]
+                del self._asked[member.rank]
                 try:
                     beat = ray.get(reference)
                 except RayError:  # the call itself fails as well, and carries the reason
                     continue
                 self._heard[member.rank] = now
-                if self._watch is not None and member.rank == chosen[0].rank:
+                self._beats[member.rank] = beat
+                if self._watch is not None and member.rank == 0:
                     self._watch(beat)
-            self._beats[member.rank] = member.actor.progress.options(concurrency_group=CONTROL).remote()
+            self._asked[member.rank] = member.actor.progress.options(concurrency_group=CONTROL).remote()
+        return found
+
+    def _stuck(self, waiting: Sequence[Member], limit: float) -> dict[int, BaseException]:
+        """The member that stood still first, if every one that still works stands still for too long.
+
+        All ranks stop when one does, since they wait for it: the one whose counters stopped first is to blame.
+        """
+        beats = [(m.rank, self._beats[m.rank]) for m in waiting if m.rank in self._beats]
+        if len(beats) < len(waiting) or any(b["phase"] == "idle" for _, b in beats):
+            return {}
+        limit = max(limit, SLOWER * max(b["longest"] for _, b in beats))
+        if any(b["phases_done"] == 0 for _, b in beats):
+            limit *= FIRST
+        if any(b["idle_seconds"] <= limit for _, b in beats):
+            return {}
+        rank, beat = max(beats, key=lambda x: float(x[1]["idle_seconds"]))
+        return {rank: TimeoutError(f"no progress for {beat['idle_seconds']:.0f} s in {beat['phase']}")}
+
+    # -- after a failure --------------------------------------------------------------------------------------------
+
+    def _failure_of(self, reference: Any, *, dead_only: bool) -> BaseException | None:
+        try:
+            ray.get(reference)
+        except (RayError, RaycpError) as error:
+            inner = unwrap(error)
+            return inner if not dead_only or isinstance(inner, RayActorError) else None
         return None
 
     def _fail(self, failures: dict[int, BaseException], pending: dict[Any, Member], what: str) -> None:
-        self.abort([m.rank for m in pending.values()])
+        lost = {r for r, e in failures.items() if isinstance(e, TimeoutError)}
+        self.abort([m.rank for m in pending.values() if m.rank not in lost])
         deadline = time.monotonic() + BLAME_SECONDS
-        left = list(pending)
+        left = [r for r, m in pending.items() if m.rank not in lost]
         while left and time.monotonic() < deadline:
             done, left = ray.wait(left, num_returns=len(left), timeout=max(0.0, deadline - time.monotonic()))
             for reference in done:
-                try:
-                    ray.get(reference)
-                except RayError as error:
-                    failures[pending[reference].rank] = _unwrap(error)
-                except RaycpError as error:
+                error = self._failure_of(reference, dead_only=False)
+                if error is not None:
                     failures[pending[reference].rank] = error
+        self._open = {r: pending[r] for r in left}
+        self._lost = {r for r, e in failures.items() if is_lost(e)}
         raise self._blame(failures, what)
 
     def _blame(self, failures: dict[int, BaseException], what: str) -> WorkerError:
-        rank = min(failures, key=lambda r: (*_weight(failures[r]), r))
+        rank = min(failures, key=lambda r: (*weight(failures[r]), r))
         error = failures[rank]
         member = next(m for m in self.members if m.rank == rank)
         details = dict(error.details) if isinstance(error, WorkerError) else {}
-        cause = str(details.get("cause") or _cause(error))
+        cause = str(details.get("cause") or cause_of(error))
         if isinstance(error, ActorUnavailableError):
             alive = self._is_alive(member.probe.node_id)  # Ray notices a dead node seconds after its connections break
             gone = "it cannot be reached (its process, its node or the network)" if alive else "its node has died"
@@ -177,55 +250,15 @@ class Membership:
             node_id=member.probe.node_id,
             cause=cause,
             generation=self.generation,
-            others={r: _cause(e) for r, e in failures.items() if r != rank},
-            lost=isinstance(error, RayActorError | TimeoutError),
+            others={r: cause_of(e) for r, e in failures.items() if r != rank},
+            lost=is_lost(error),
+            silent_seconds=time.monotonic() - self._heard.get(rank, time.monotonic()) if is_lost(error) else 0.0,
+            lost_ranks=sorted(r for r, e in failures.items() if is_lost(e)),
+            raised_ranks=sorted(r for r, e in failures.items() if weight(e)[0] == 1 and not is_lost(e)),
         )
-        fix = error.fix if isinstance(error, RaycpError) and error.fix else _default_fix(error)
+        fix = error.fix if isinstance(error, RaycpError) and error.fix else default_fix(error)
         return WorkerError(f"{what} failed: {member.where}: {cause}", fix=fix, **details)
 
 
 def _node_is_alive(node_id: str) -> bool:
     return any(n["NodeID"] == node_id and n["Alive"] for n in ray.nodes())
-
-
-def _unwrap(error: BaseException) -> BaseException:
-    """The worker's own exception out of Ray's wrapper; Ray's error itself for a lost actor."""
-    if not isinstance(error, RayTaskError):
-        return error
-    inner = getattr(error, "cause", None)
-    return inner if isinstance(inner, BaseException) else error
-
-
-def _weight(error: BaseException) -> tuple[int, float]:
-    """Sort key of blame: lost processes first, then a rank's own errors by time, then broken connections."""
-    if isinstance(error, RayActorError | GetTimeoutError | TimeoutError) and not isinstance(
-        error, ActorUnavailableError
-    ):
-        return (0, 0.0)
-    if isinstance(error, WorkerError):
-        return (2 if error.details.get("communication") else 1, float(error.details.get("time", 0.0)))
-    return (1, 0.0)
-
-
-def _cause(error: BaseException) -> str:
-    if isinstance(error, WorkerError):
-        return str(error.details.get("cause", error.message))
-    if isinstance(error, ActorDiedError):
-        text = str(error)
-        kind = "its node has died" if "node" in text and "died" in text.split("node")[-1][:40] else "its process died"
-        reasons = [w for w in ("OutOfMemory", "SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT") if w in text]
-        return f"{kind}{' (' + ', '.join(reasons) + ')' if reasons else ''}: {_first_lines(text)}"
-    return f"{type(error).__name__}: {_first_lines(str(error))}"
-
-
-def _first_lines(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[:2] + [line for line in lines[2:] if "exit" in line.lower() or "oom" in line.lower()])[:600]
-
-
-def _default_fix(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "look at that machine (is it swapping or stopped?); run the same command again to continue"
-    if isinstance(error, RayActorError):
-        return "look for the reason in the node's log (out of memory?); run the same command again to continue"
-    return "run the same command again to continue from the last checkpoint"

@@ -6,7 +6,7 @@ never spans nodes, so that dropping a node drops one group and leaves the other 
 `allocate` and `order_ranks` are pure. Costs about 10 ms of scheduling per node.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,37 +43,38 @@ def describe_slots(nodes: Sequence[NodeInfo], resource: str | None) -> str:
 
 
 def allocate(nodes: Sequence[NodeInfo], workers: int, resource: str | None, *, cp: int) -> list[NodeShare] | None:
-    """Ranks per node, in node order, or None if the free slots do not suffice.
+    """Ranks per node, in node order, or None if the free slots do not suffice; shared out as by `share_out`."""
+    by_address = sorted(nodes, key=lambda n: (n.address, n.node_id))
+    takes = share_out({n.node_id: slots(n, resource, free=True) for n in by_address}, workers, cp=cp)
+    if takes is None:
+        return None
+    return [NodeShare(node=n, ranks=takes[n.node_id]) for n in by_address if takes.get(n.node_id)]
 
-    Nodes with the most free slots come first, so that the fewest nodes are used; while another node is needed, a node
+
+def share_out(room: Mapping[str, int], workers: int, *, cp: int) -> dict[str, int] | None:
+    """How many ranks each node gets, or None if there is no room.
+
+    Nodes with the most room come first, so that the fewest nodes are used; while another node is needed, a node
     gives a multiple of `cp` ranks if it can, so that a CP group is cut over nodes only where it must be.
+
+    Args:
+        room: {node: ranks that it can hold}; earlier nodes win ties.
+        workers: ranks to place.
+        cp: ranks of one CP group.
     """
-    by_size = sorted(nodes, key=lambda n: (-slots(n, resource, free=True), n.address, n.node_id))
     left = workers
-    shares: list[NodeShare] = []
-    leftovers: list[tuple[NodeInfo, int]] = []
-    for node in by_size:
-        have = slots(node, resource, free=True)
-        take = min(have, left)
+    takes: dict[str, int] = {}
+    for node in sorted(room, key=lambda n: -room[n]):
+        take = min(room[node], left)
         if take < left and take >= cp:
             take -= take % cp
-        if take > 0:
-            shares.append(NodeShare(node=node, ranks=take))
-            left -= take
-        if have > take:
-            leftovers.append((node, have - take))
-    for node, spare in leftovers:  # whole groups did not fit: fill up with what rounding left
-        take = min(spare, left)
-        if take:
-            shares.append(NodeShare(node=node, ranks=take))
-            left -= take
-    if left:
-        return None
-    merged: dict[str, NodeShare] = {}
-    for share in shares:
-        old = merged.get(share.node.node_id)
-        merged[share.node.node_id] = NodeShare(node=share.node, ranks=share.ranks + (old.ranks if old else 0))
-    return sorted(merged.values(), key=lambda s: (s.node.address, s.node.node_id))
+        takes[node] = take
+        left -= take
+    for node in takes:  # whole groups did not fit: fill up with what rounding left
+        more = min(room[node] - takes[node], left)
+        takes[node] += more
+        left -= more
+    return None if left else takes
 
 
 def order_ranks(probes: Sequence[Probe], node_order: Sequence[str]) -> list[int]:
@@ -89,19 +90,16 @@ def order_ranks(probes: Sequence[Probe], node_order: Sequence[str]) -> list[int]
 
 
 class Reservation:
-    """The placement groups of a run: one per node."""
+    """The placement groups of some workers: one per node."""
 
     def __init__(self, shares: Sequence[NodeShare], groups: Sequence[PlacementGroup]) -> None:
         self.shares = list(shares)
         self._groups = list(groups)
+        self._waiting = [g.ready() for g in groups]
 
     @classmethod
-    def make(cls, shares: Sequence[NodeShare], resource: str | None, *, timeout: float) -> "Reservation":
-        """Reserves every node's bundles.
-
-        Raises:
-            ClusterError: a node could not give them within `timeout` seconds.
-        """
+    def begin(cls, shares: Sequence[NodeShare], resource: str | None) -> "Reservation":
+        """Asks for every node's bundles; does not wait."""
         made: list[PlacementGroup] = []
         for share in shares:
             bundle = {"CPU": 1.0} if resource is None else {"CPU": 1.0, resource: 1.0}
@@ -112,17 +110,31 @@ class Reservation:
                     bundle_label_selector=[{"ray.io/node-id": share.node.node_id}] * share.ranks,
                 )
             )
-        reservation = cls(shares, made)
-        ready, waiting = ray.wait([g.ready() for g in made], num_returns=len(made), timeout=timeout)
-        if waiting:
+        return cls(shares, made)
+
+    @classmethod
+    def make(cls, shares: Sequence[NodeShare], resource: str | None, *, timeout: float) -> "Reservation":
+        """Reserves every node's bundles.
+
+        Raises:
+            ClusterError: a node could not give them within `timeout` seconds.
+        """
+        reservation = cls.begin(shares, resource)
+        if not reservation.ready(timeout):
             reservation.release()
             raise ClusterError(
                 f"the cluster did not give {sum(s.ranks for s in shares)} bundles of "
                 f"{resource or 'CPU'} within {timeout:.0f} s",
                 fix="wait until other jobs have ended, or ask for fewer workers",
             )
-        ray.get(ready)
         return reservation
+
+    def ready(self, timeout: float) -> bool:
+        """Whether all bundles are there, after waiting `timeout` seconds at most."""
+        if self._waiting:
+            done, self._waiting = ray.wait(self._waiting, num_returns=len(self._waiting), timeout=timeout)
+            ray.get(done)
+        return not self._waiting
 
     def slots(self) -> list[tuple[NodeInfo, Any, int]]:
         """(node, placement group, bundle index) of every rank to be created."""
@@ -132,8 +144,13 @@ class Reservation:
             for index in range(share.ranks)
         ]
 
-    def release(self) -> None:
-        """Gives all bundles back. Actors in them are killed by Ray."""
-        for group in self._groups:
+    def release(self, nodes: Collection[str] | None = None) -> None:
+        """Gives the bundles of these nodes (None: of all) back. Actors in them are killed by Ray."""
+        kept = []
+        for share, group in zip(self.shares, self._groups, strict=True):
+            if nodes is not None and share.node.node_id not in nodes:
+                kept.append((share, group))
+                continue
             remove_placement_group(group)
-        self._groups.clear()
+        self.shares = [share for share, _ in kept]
+        self._groups = [group for _, group in kept]

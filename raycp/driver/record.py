@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from raycp.config import FitConfig
-from raycp.errors import CheckpointError, ClusterError, ConfigError, Problem
+from raycp.errors import CheckpointError, ClusterError, ConfigError, Problem, StaleGenerationError
 from raycp.events import read_events
 from raycp.training.checkpoint import committed_run
+from raycp.training.storage import Storage
 from workers.storage import storage_fix
 
 VERSION = 1
@@ -31,15 +32,22 @@ class RunRecord:
 
     Args:
         folder: absolute output folder, made already.
+        checkpoints: where the run's checkpoints are; default: in the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, checkpoints: Storage | None = None) -> None:
         self.folder = folder
+        self._checkpoints = checkpoints or Storage.of(folder / "checkpoints")
         self._data: dict[str, Any] = {}
 
     @property
     def run_id(self) -> str:
         return str(self._data["run_id"])
+
+    @property
+    def namespace(self) -> str:
+        """Ray namespace of the run's detached actors."""
+        return str(self._data["namespace"])
 
     @property
     def generation(self) -> int:
@@ -67,7 +75,7 @@ class RunRecord:
                 checkpoints in the folder are of another run.
         """
         old = self._read()
-        _refuse_foreign(self.folder, None if old is None else str(old["run_id"]))
+        _refuse_foreign(self.folder, self._checkpoints, None if old is None else str(old["run_id"]))
         if old is None and resume == "must":
             raise ConfigError(
                 f"elastic.resume='must', but {self.folder} holds no run", fix="check output_dir, or use resume='auto'"
@@ -91,13 +99,43 @@ class RunRecord:
         )
         self._write()
 
-    def peek_status(self) -> str | None:
-        """Status of the run in the folder, or None if there is none; changes nothing."""
+    def raise_generation(self) -> int:
+        """Counts the generation up, on disk before this returns, and gives it.
+
+        Raises:
+            StaleGenerationError: another driver has taken the run over.
+        """
+        self.check_current()
+        self._data["generation"] = self.generation + 1
+        self._write()
+        return self.generation
+
+    def check_current(self) -> None:
+        """Raises:
+        StaleGenerationError: the folder's record is of a newer generation than this driver's, or of another run:
+            somebody else continues the run, and this driver must not write.
+        """
+        found = self._read()
+        there = (None, 0) if found is None else (str(found["run_id"]), int(found["generation"]))
+        if there != (self.run_id, self.generation):
+            raise StaleGenerationError(
+                f"this driver has run {self.run_id} in generation {self.generation}, and run.json says {there[0]} in "
+                f"generation {there[1]}: another driver has taken the run over",
+                fix="let that one continue; end this one",
+            )
+
+    def peek(self, name: str) -> str | None:
+        """A value of the run in the folder ("status", "namespace"), or None if there is none; changes nothing."""
         old = self._read()
-        return None if old is None else str(old["status"])
+        return None if old is None else str(old[name])
 
     def set_status(self, status: str, **fields: Any) -> None:
-        """Records "running", "stopped", "failed" or "finished"."""
+        """Records "running", "stopped", "failed" or "finished".
+
+        Raises:
+            StaleGenerationError: another driver has taken the run over.
+        """
+        self.check_current()
         self._data.update(status=status, **fields)
         self._write()
 
@@ -211,7 +249,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_foreign(folder: Path, run_id: str | None) -> None:
+def _refuse_foreign(folder: Path, checkpoints: Storage, run_id: str | None) -> None:
     """Events and checkpoints of another run would be taken for this one's: its losses reported, its state loaded."""
     try:
         started = [str(e["run_id"]) for e in read_events(folder / "events.jsonl") if e["event"] == "run_started"]
@@ -220,7 +258,7 @@ def _refuse_foreign(folder: Path, run_id: str | None) -> None:
             f"{folder / 'events.jsonl'} is damaged: {error!r}",
             fix="repair or remove the line, or give another output_dir",
         ) from error
-    found = {"events.jsonl": started[0] if started else None, "checkpoints": committed_run(folder / "checkpoints")}
+    found = {"events.jsonl": started[0] if started else None, "checkpoints": committed_run(checkpoints)}
     foreign = {name: other for name, other in found.items() if other is not None and other != run_id}
     if foreign:
         raise CheckpointError(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from workers.actor import TrainWorker
+from workers.memory_reader import MemoryPoint
 from workers.messages import RunSpec, StepReport, StepRequest
 
 FAULT_STEP = 3
@@ -76,3 +77,14 @@ class ForgetfulWorker(_Faulty):
         for entry in state.optimizer.state.values():
             entry["exp_avg"].zero_()
         return super().step(request)
+
+
+class StaleWorker(RaisingWorker):
+    """A planted fault in recovery: one rank keeps its moments at zero instead of those of the restored step."""
+
+    def restore_memory(self, generation: int, point: MemoryPoint, secret: bytes) -> None:
+        super().restore_memory(generation, point, secret)
+        state = self._require_state(generation)
+        if self._require_groups(generation).rendezvous.rank == FAULT_RANK:
+            for entry in state.optimizer.state.values():
+                entry["exp_avg"].zero_()

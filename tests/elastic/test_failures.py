@@ -12,7 +12,7 @@ import pytest
 import ray
 
 import raycp
-from raycp.driver import controller
+from raycp.driver import fleet
 from raycp.driver.record import write_json
 from raycp.events import read_events
 from tests.elastic import faulty_worker
@@ -90,8 +90,8 @@ def test_a_failing_rank_ends_the_run_by_name_and_the_same_command_continues_bit_
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = config(heartbeat_timeout=6.0)
-    monkeypatch.setattr(controller, "TrainWorker", getattr(faulty_worker, worker))
+    settings = config(heartbeat_timeout=6.0, on_loss="stop")
+    monkeypatch.setattr(fleet, "TrainWorker", getattr(faulty_worker, worker))
     with pytest.raises(raycp.WorkerError) as caught:
         raycp.fit(**inputs, output_dir=tmp_path, config=settings)
     ended = time.time()
@@ -119,7 +119,7 @@ def test_a_failing_rank_ends_the_run_by_name_and_the_same_command_continues_bit_
 def test_a_planted_loss_of_optimizer_state_is_seen_by_the_comparison(
     unbroken: raycp.FitResult, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "TrainWorker", faulty_worker.ForgetfulWorker)
+    monkeypatch.setattr(fleet, "TrainWorker", faulty_worker.ForgetfulWorker)
     result = raycp.fit(**inputs, output_dir=tmp_path, config=config())
     assert result.losses != unbroken.losses
     assert result.losses[3] == unbroken.losses[3]

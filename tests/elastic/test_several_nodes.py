@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raycp
-from raycp.driver import controller, probe
+from raycp.driver import fleet, probe
 from raycp.driver.cluster import live_nodes
 from raycp.driver.placement import Reservation, allocate
 from raycp.errors import ClusterError
@@ -56,7 +56,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_run_over_two_nodes_with_the_driver_on_a_third(
     cluster: Cluster, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "TrainWorker", TellingWorker)
+    monkeypatch.setattr(fleet, "TrainWorker", TellingWorker)
     result = raycp.fit(**inputs, output_dir=tmp_path, config=config(workers=4, cp=2))
     assert result.steps == STEPS
     assert pack_ids(result) == list(range(len(pack_ids(result))))
@@ -78,7 +78,7 @@ def test_a_device_without_a_kernel_is_refused_before_any_worker_starts(
 def test_a_folder_that_is_not_shared_is_named_with_its_nodes(
     cluster: Cluster, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "TrainWorker", LonelyWorker)
+    monkeypatch.setattr(fleet, "TrainWorker", LonelyWorker)
     with pytest.raises(ClusterError, match="output_dir") as caught:
         raycp.fit(**inputs, output_dir=tmp_path, config=config(workers=4, cp=2))
     assert "2 problem(s) on the nodes" in str(caught.value)

@@ -1,8 +1,9 @@
-"""What the driver does between steps, with the calls to the ranks answered here instead of by actors."""
+"""The state machine on a cluster without processes: scripted faults at every call, a clock that jumps."""
 
 import errno
+import io
 import os
-from collections.abc import Callable
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,137 +11,349 @@ import pytest
 
 from data_pipeline import StepSchedule
 from raycp.config import ElasticConfig, FitConfig
-from raycp.driver.cluster import ClusterHandle
-from raycp.driver.controller import Controller
+from raycp.driver.controller import Controller, Outcome, RunState
 from raycp.driver.display import Display
 from raycp.driver.record import RunRecord
 from raycp.driver.signals import StopSignal
-from raycp.errors import WorkerError
+from raycp.driver.worlds import Worlds
+from raycp.errors import StaleGenerationError, WorkerError
 from raycp.events import EventLog, read_events
 from raycp.plan import CostModel, RankGrid
+from raycp.plan.resize import WorldLimits
 from raycp.training.device import resolve_device
 from raycp.training.spec import ModelSpec
-from workers.messages import EvalReport, RunSpec, StepReport, StoreSpec
+from tests.unit.driver.fake_cluster import START, FakeCheckpoints, FakeCluster, Fault, after
+from workers.messages import RunSpec, StoreSpec
 
-TOTAL = 5
+TOTAL = 6
 STORE = StoreSpec(folder="", fingerprint="", packing="best_fit", plan_hash="")
+SCHEDULE = StepSchedule(num_packs=8, global_batch=2, steps=TOTAL, family="f")
+TWO_NODES = {"a": 2, "b": 2}
 
 
-class KilledError(BaseException):
-    """The driver's process ends here."""
+class Run:
+    """One driver's run on a fake cluster."""
+
+    def __init__(
+        self, folder: Path, cluster: FakeCluster, *, size: int = 4, cp: tuple[int, int] = (1, 4), **elastic: Any
+    ):
+        settings = {"checkpoint_every": 3, "wait_for_capacity": 30.0} | elastic
+        config = FitConfig(elastic=ElasticConfig(**settings))
+        record = RunRecord(folder)
+        record.open({}, resume="auto")
+        self.cluster = cluster
+        self.record = record
+        self.events = EventLog(folder / "events.jsonl", generation=record.generation)
+        self.checkpoints = FakeCheckpoints(folder, self.events)
+        spec = RunSpec(
+            run_id=record.run_id,
+            output_dir=str(folder),
+            model=ModelSpec(kind="hub", source="none"),
+            model_fingerprint="",
+            tokenizer_folder="",
+            device=resolve_device("cpu", {}),
+            dtype="float32",
+            config=config,
+            total_steps=TOTAL,
+            cost=CostModel(),
+            train=STORE,
+            evaluation=None,
+        )
+        self.screen = io.StringIO()
+        display = Display(total_steps=TOTAL, file=self.screen)
+        self.stop = StopSignal(display.say)
+        self.controller = Controller(
+            spec=spec,
+            worlds=Worlds(
+                WorldLimits(cp=cp, dp=(1, 1), workers=(settings.get("min_workers", 1), size), wanted=(1, size)),
+                grid_of=lambda dp, cp: RankGrid(dp=dp, ring=cp),
+                bytes_of=lambda grid, recompute: 1,
+                recompute=False,
+            ),
+            schedule=SCHEDULE,
+            runtime=cluster,
+            record=record,
+            events=self.events,
+            checkpoints=self.checkpoints,
+            secret=b"",
+            state_bytes=1,
+            display=display,
+            stop=self.stop,
+        )
+
+    def __call__(self) -> Outcome:
+        return self.controller.run()
 
 
-class Ranks:
-    """Answers of one rank to everything that the controller asks; `die_at` is the call at which the driver dies."""
-
-    def __init__(self, die_at: str = "") -> None:
-        self.asked: list[str] = []
-        self.die_at = die_at
-
-    def gather(self, call: Callable[..., Any], *, what: str, **_: Any) -> list[Any]:
-        if what == self.die_at:
-            raise KilledError
-        self.asked.append(what)
-        if what.startswith("evaluation"):
-            return [EvalReport(generation=1, rank=0, loss_sum=2.0, weight=1.0, targets=1)]
-        return [
-            StepReport(
-                generation=1,
-                step=0,
-                rank=0,
-                loss_sum=3.0,
-                weight=1.0,
-                grad_norm=1.0,
-                lr=0.1,
-                tokens=1,
-                targets=1,
-                seconds=1.0,
-                remote_blocks_held=0,
-            )
-        ]
+def truth(steps: int = TOTAL) -> str:
+    """The state after `steps` steps of an uninterrupted run."""
+    state = START
+    for step in range(1, steps + 1):
+        state = after(state, step, SCHEDULE.pack_ids(step))
+    return state
 
 
-def controller(folder: Path) -> Controller:
-    config = FitConfig(eval_every=2, elastic=ElasticConfig(checkpoint_every=100))
-    record = RunRecord(folder)
-    record.open({}, resume="auto")
-    spec = RunSpec(
-        run_id=record.run_id,
-        output_dir=str(folder),
-        model=ModelSpec(kind="hub", source="none"),
-        model_fingerprint="",
-        tokenizer_folder="",
-        device=resolve_device("cpu", {}),
-        dtype="float32",
-        config=config,
-        activation_checkpointing=False,
-        total_steps=TOTAL,
-        cost=CostModel(),
-        train=STORE,
-        evaluation=STORE,
-    )
-    display = Display(total_steps=TOTAL)
-    return Controller(
-        spec=spec,
-        grid=RankGrid(dp=1, ring=1, ulysses=1, window=1),
-        schedule=StepSchedule(num_packs=8, global_batch=1, steps=TOTAL, family="f"),
-        cluster=ClusterHandle(started_here=False, in_job=False, driver_address=""),
-        record=record,
-        events=EventLog(folder / "events.jsonl", generation=record.generation),
-        display=display,
-        stop=StopSignal(display.say),
-    )
+def steps(folder: Path) -> list[tuple[int, list[int]]]:
+    return [(e["step"], e["pack_ids"]) for e in read_events(folder / "events.jsonl") if e["event"] == "step"]
 
 
-def drive(folder: Path, done: int, die_at: str = "") -> list[str]:
-    """Runs the steps after `done`, checkpoints left out; returns what the ranks were asked."""
-    run, ranks = controller(folder), Ranks(die_at)
-    run._save = lambda membership, step: None  # type: ignore[method-assign]
-    try:
-        run._steps(ranks, done)  # type: ignore[arg-type]
-    except KilledError:
-        assert die_at
-    return ranks.asked
+def named(folder: Path, *names: str) -> list[dict[str, Any]]:
+    return [e for e in read_events(folder / "events.jsonl") if e["event"] in names]
 
 
-def evaluations(folder: Path) -> list[int]:
-    return [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "eval"]
+def check_complete(folder: Path, run: Run) -> None:
+    """Every step once, in order, with its packs; the final state that of an uninterrupted run."""
+    assert steps(folder) == [(s, list(SCHEDULE.pack_ids(s))) for s in range(1, TOTAL + 1)]
+    assert run.cluster.exported == (TOTAL, truth())
+    assert run.cluster.generations == sorted(set(run.cluster.generations))
+    assert run.cluster.closed
 
 
-def test_evaluations_of_an_unbroken_run(tmp_path: Path) -> None:
-    drive(tmp_path, 0)
-    assert evaluations(tmp_path) == [0, 2, 4, TOTAL]
+def test_an_unbroken_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES))
+    outcome = run()
+    check_complete(tmp_path, run)
+    assert outcome.status == "finished"
+    assert named(tmp_path, "recovered", "resized", "worker_lost") == []
+    assert [e["step"] for e in named(tmp_path, "checkpoint")] == [3, 6]
 
 
-@pytest.mark.parametrize("step", [0, 2, 4, TOTAL])
-def test_an_evaluation_that_the_driver_died_before_is_made_up_for(tmp_path: Path, step: int) -> None:
-    """Its checkpoint was committed, so no step after it runs: the last evaluation used to be lost for good."""
-    drive(tmp_path, 0, die_at=f"evaluation after step {step}")
-    assert step not in evaluations(tmp_path)
-    drive(tmp_path, step)
-    assert evaluations(tmp_path) == [0, 2, 4, TOTAL]
-
-
-@pytest.mark.parametrize("back_to", [0, 1, 2, 3])
-def test_steps_that_are_computed_again_are_not_evaluated_again(tmp_path: Path, back_to: int) -> None:
-    drive(tmp_path, 0, die_at="step 4")
-    drive(tmp_path, back_to)
-    assert evaluations(tmp_path) == [0, 2, 4, TOTAL]
-
-
-def test_a_finished_run_is_not_evaluated_again(tmp_path: Path) -> None:
-    drive(tmp_path, 0)
-    assert drive(tmp_path, TOTAL) == []
-
-
-def test_a_disk_that_is_full_does_not_hide_why_the_run_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["die", "freeze", "node", "raise"])
+@pytest.mark.parametrize(
+    ("where", "at", "lost", "redone"),
+    [
+        ("connecting", 0, 0, 0),
+        ("building", 0, 0, 0),
+        ("step", 0, 0, 1),
+        ("step", 3, 0, 1),
+        ("step", 5, 0, 1),
+        ("export", 0, 0, 0),
+    ],
+)
+def test_whatever_is_lost_no_committed_step_is(
+    kind: str, where: str, at: int, lost: int, redone: int, tmp_path: Path
 ) -> None:
-    run = controller(tmp_path)
+    cluster = FakeCluster(TWO_NODES, [Fault(where, at, kind, rank=0)])
+    run = Run(tmp_path, cluster)
+    run()
+    check_complete(tmp_path, run)
+    found = named(tmp_path, "recovered")
+    assert [(e["steps_lost"], e["steps_redone"]) for e in found] == [(lost, redone)]
+    assert {"freeze", "fence", "plan", "rebuild", "restore"} <= set(found[0]["seconds"])
+    assert len(named(tmp_path, "worker_lost")) == 1
+    assert len(cluster.killed) == {"die": 1, "freeze": 1, "node": 2, "raise": 0}[kind]
+
+
+@pytest.mark.parametrize("where", ["connecting", "building", "restoring"])
+def test_a_second_fault_during_recovery_starts_it_again(where: str, tmp_path: Path) -> None:
+    cluster = FakeCluster(
+        {"a": 2, "b": 2, "c": 2}, [Fault("step", 2, "die"), Fault(where, 1 if where != "restoring" else 0, "die")]
+    )
+    run = Run(tmp_path, cluster)
+    run()
+    check_complete(tmp_path, run)
+    (found,) = named(tmp_path, "recovered")
+    assert len(found["causes"]) == 2
+    assert found["steps_lost"] == 0
+    assert len(named(tmp_path, "worker_lost")) == 2
+
+
+def test_a_spare_takes_the_place_at_once_and_the_world_stays(tmp_path: Path) -> None:
+    cluster = FakeCluster({"a": 2, "b": 3}, [Fault("step", 2, "die", rank=1)])
+    run = Run(tmp_path, cluster, spares=1)
+    run()
+    check_complete(tmp_path, run)
+    assert {e["grid"]["cp"] for e in named(tmp_path, "step", "recovered")} == {4}
+
+
+def test_without_a_spare_the_world_shrinks_and_grows_back_without_losing_a_step(tmp_path: Path) -> None:
+    cluster = FakeCluster(TWO_NODES, [Fault("step", 2, "node", rank=3)])
+    cluster.late = {}
+    run = Run(tmp_path, cluster)
+    calls = cluster.calls
+
+    class Late(list[str]):
+        def append(self, what: str) -> None:
+            super().append(what)
+            if what == "step 4":
+                cluster.room["c"] = 2
+
+    cluster.calls = Late(calls)
+    run()
+    check_complete(tmp_path, run)
+    assert [e["grid"]["cp"] for e in named(tmp_path, "step")] == [4, 4, 2, 2, 4, 4]
+    (resized,) = named(tmp_path, "resized")
+    assert (resized["steps_lost"], resized["steps_redone"], resized["source"]) == (0, 0, "memory")
+
+
+def test_a_fixed_degree_waits_for_capacity_and_gives_up_with_the_cause(tmp_path: Path) -> None:
+    cluster = FakeCluster(TWO_NODES, [Fault("step", 2, "node", rank=3)])
+    run = Run(tmp_path, cluster, cp=(4, 4), min_workers=4)
+    before = cluster.clock.now
+    with pytest.raises(WorkerError, match=r"2 healthy workers are left after waiting 30 s.*scripted"):
+        run()
+    assert cluster.clock.now - before > 30
+    assert run.controller.state is RunState.FAILED
+    assert run.record.status == "failed"
+    assert max(step for step, _ in cluster.disk.values()) == 2, "what was committed in memory is on storage"
+
+    cluster.dead_nodes.clear()
+    again = Run(tmp_path, FakeCluster(TWO_NODES), cp=(4, 4), min_workers=4)
+    again.cluster.disk = cluster.disk
+    again.checkpoints.manifests = {
+        where: run.controller._commits.newest for where in cluster.disk if run.controller._commits.newest
+    }
+    again()
+    check_complete(tmp_path, again)
+
+
+def test_a_fixed_degree_goes_on_when_capacity_comes_in_time(tmp_path: Path) -> None:
+    cluster = FakeCluster(TWO_NODES, [Fault("step", 2, "node", rank=3)])
+    run = Run(tmp_path, cluster, cp=(4, 4), on_loss="wait")
+    slept = cluster.clock.sleep
+
+    def sleep(seconds: float) -> None:
+        slept(seconds)
+        cluster.room["c"] = 2
+
+    cluster.sleep = sleep
+    run()
+    check_complete(tmp_path, run)
+    assert {e["grid"]["cp"] for e in named(tmp_path, "step")} == {4}
+
+
+def test_three_failures_at_the_same_step_stop_with_the_cause(tmp_path: Path) -> None:
+    faults = [Fault("step 4", n, "raise", rank=2) for n in range(3)]
+    run = Run(tmp_path, FakeCluster(TWO_NODES, faults))
+    with pytest.raises(WorkerError, match=r"3 failures in a row after step 3.*scripted"):
+        run()
+    assert len(named(tmp_path, "worker_lost")) == 3
+    assert named(tmp_path, "run_failed")[0]["step"] == 3
+
+
+def test_failures_with_progress_between_them_are_not_counted_together(tmp_path: Path) -> None:
+    faults = [Fault(f"step {s}", n, "raise", rank=2) for s in range(1, 6) for n in range(2)]
+    run = Run(tmp_path, FakeCluster(TWO_NODES, faults))
+    run()
+    check_complete(tmp_path, run)
+
+
+@pytest.mark.parametrize(("kind", "on_loss"), [("fatal", "auto"), ("die", "stop")])
+def test_what_must_not_be_retried_stops_at_once(kind: str, on_loss: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 4", 0, kind)]), on_loss=on_loss)
+    with pytest.raises(WorkerError, match="step 4 failed"):
+        run()
+    assert named(tmp_path, "recovered") == []
+    assert named(tmp_path, "run_failed")[0]["step"] == 3
+    assert run.cluster.closed
+
+
+def test_a_lost_keeper_is_replaced_and_costs_no_step(tmp_path: Path) -> None:
+    cluster = FakeCluster(TWO_NODES, [Fault("step 3", 0, "keeper", rank=0)])
+    run = Run(tmp_path, cluster)
+    run()
+    check_complete(tmp_path, run)
+    assert len(named(tmp_path, "keeper_lost")) == 1
+    assert named(tmp_path, "recovered", "worker_lost") == []
+    assert "attaching to the keepers" in cluster.calls
+
+
+def test_both_nodes_of_a_pair_lost_go_back_to_the_checkpoint_and_say_how_many_steps(tmp_path: Path) -> None:
+    cluster = FakeCluster(
+        {"a": 2, "b": 2, "c": 4}, [Fault("step 6", 0, "node", rank=0), Fault("step 6", 0, "node", rank=3)]
+    )
+    run = Run(tmp_path, cluster)
+    run()
+    check_complete(tmp_path, run)
+    (found,) = named(tmp_path, "recovered")
+    assert (found["source"], found["step"], found["steps_lost"], found["steps_redone"]) == ("checkpoint", 3, 2, 3)
+
+
+def test_another_driver_that_took_over_ends_this_one_before_it_commits(tmp_path: Path) -> None:
+    cluster = FakeCluster(TWO_NODES)
+    run = Run(tmp_path, cluster)
+    taken: list[int] = []
+
+    class Takeover(list[str]):
+        def append(self, what: str) -> None:
+            super().append(what)
+            if what == "step 3":
+                other = RunRecord(tmp_path)
+                other.open({}, resume="auto")
+                taken.append(other.generation)
+
+    cluster.calls = Takeover()
+    with pytest.raises(StaleGenerationError, match="another driver has taken the run over"):
+        run()
+    assert [s for s, _ in steps(tmp_path)] == [1, 2]
+    assert RunRecord(tmp_path).peek("generation") == str(taken[0])
+
+
+def test_a_person_stops_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    cluster = FakeCluster(TWO_NODES)
+    run = Run(tmp_path, cluster)
+
+    class Stop(list[str]):
+        def append(self, what: str) -> None:
+            super().append(what)
+            if what == "step 2":
+                run.stop.requested = True
+
+    cluster.calls = Stop()
+    assert run().status == "stopped"
+    assert [s for s, _ in steps(tmp_path)] == [1, 2]
+    again = Run(tmp_path, FakeCluster({"a": 3}), size=3)
+    again.cluster.disk, again.checkpoints.manifests = cluster.disk, run.checkpoints.manifests
+    again()
+    check_complete(tmp_path, again)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_faults_leave_an_exact_run_or_a_clear_end(seed: int, tmp_path: Path) -> None:
+    """Every step once, and the state exact; or an error that names the cause, and nothing half done."""
+    draw = random.Random(seed)
+    kinds = ["die", "freeze", "raise", "keeper", "node"]
+    wheres = ["connecting", "building", "restoring", "step", "export", "copy", "attaching"]
+    faults = [
+        Fault(draw.choice(wheres), draw.randrange(6), draw.choice(kinds), rank=draw.randrange(4))
+        for _ in range(draw.randrange(1, 7))
+    ]
+    cluster = FakeCluster({"a": 2, "b": 2, "c": draw.randrange(1, 3)}, faults)
+    cluster.late = {draw.randrange(10, 30): {"d": 2}}
+    run = Run(tmp_path, cluster, spares=draw.randrange(2), snapshot_every=draw.choice([1, 1, 2, 3]))
+    try:
+        run()
+    except WorkerError:
+        committed = [s for s, _ in steps(tmp_path)]
+        assert committed == list(range(1, len(committed) + 1))
+        assert named(tmp_path, "run_failed")
+        return
+    check_complete(tmp_path, run)
+    assert all(pid not in [w.probe.pid for w in cluster.workers] for pid in cluster.killed)
+
+
+def test_the_comparison_sees_a_step_that_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the state is restored, and the run goes on one step later than it should."""
+    from raycp.driver import formation
+
+    real = formation.Formation._restore
+    monkeypatch.setattr(
+        formation.Formation,
+        "_restore",
+        lambda self, world, commits: (s := real(self, world, commits))._replace(step=s.step + (s.kind == "memory")),
+    )
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 4", 0, "die")]))
+    with pytest.raises(AssertionError, match=r"step 5 after 3"):
+        run()
+
+
+def test_a_disk_that_is_full_does_not_hide_why_the_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 4", 0, "fatal")]))
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run._events, "write", full)
-    run._note_failure(WorkerError("x", fix="y", rank=0, node="n", cause="c"), 3)
-    assert "could not be recorded" in capsys.readouterr().err
+    monkeypatch.setattr(run.controller, "_record_failure", full)
+    with pytest.raises(WorkerError, match="step 4 failed"):
+        run()
+    assert "could not be recorded" in run.screen.getvalue()

@@ -1,0 +1,172 @@
+"""When a step counts: steps that ranks have reported, and the manifest that commits them.
+
+Guarantees: a step's event is written once, in order, when the manifest that names every shard of its state is
+recorded in the keepers' memory (with nothing in memory: when every rank has reported the step); the manifest carries
+the events of the steps that it commits, so that another driver can write what this one could not; a driver whose run
+was taken over by a newer one commits nothing. Costs one manifest of a few kilobytes per snapshot.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from raycp.events import EventLog
+from raycp.training.manifest import Manifest, ShardRecord
+
+EVENTS = "step_events"
+"""Key in `Manifest.extra`: the fields of the `step` events that a manifest commits."""
+
+
+class Collected(Protocol):
+    """A step whose shards are all in: see `raycp.driver.keepers`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def shards(self) -> Sequence[ShardRecord]: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class Memory(Protocol):
+    """What this file needs of the keepers."""
+
+    def expect(self, step: int) -> None: ...
+    def poll(self, timeout: float = 0.0) -> Sequence[Collected]: ...
+    def commit(self, manifest: Manifest) -> None: ...
+
+
+class Commits:
+    """Steps between "reported" and "committed".
+
+    Args:
+        events: the log.
+        memory: keepers; None: nothing is held in memory.
+        manifest: (step, shards, extra) -> the manifest of a step.
+        may_commit: raises if a newer driver or generation has taken over.
+    """
+
+    def __init__(
+        self,
+        events: EventLog,
+        memory: Memory | None,
+        *,
+        manifest: Callable[[int, Sequence[ShardRecord], dict[str, Any]], Manifest],
+        may_commit: Callable[[], None],
+    ) -> None:
+        self._events = events
+        self._memory = memory
+        self._manifest = manifest
+        self._may_commit = may_commit
+        self._reported: dict[int, dict[str, Any]] = {}
+        self._stalls: dict[int, float] = {}
+        self._expected: list[int] = []
+        self.committed = max(events.losses(), default=0)
+        self.newest: Manifest | None = None
+
+    @property
+    def known(self) -> list[int]:
+        """Steps that were reported and are not committed yet."""
+        return sorted(self._reported)
+
+    def reported(self, step: int, fields: dict[str, Any], *, snapshot: bool, stall_seconds: float) -> None:
+        """Every rank has reported `step`; `snapshot`: a copy of its state is on its way to the keepers."""
+        self._stalls[step] = stall_seconds
+        if self._memory is None:
+            self._may_commit()
+            self._events.write_step(step, **fields)
+            self.committed = max(self.committed, step)
+            return
+        self._reported[step] = fields
+        if snapshot:
+            self.expect(step)
+
+    def advance(self, timeout: float = 0.0) -> list[Manifest]:
+        """Commits the steps whose copies have arrived; returns their manifests, oldest first.
+
+        Raises:
+            KeeperLost: a keeper is gone.
+            StaleGenerationError: another driver has taken the run over.
+        """
+        if self._memory is None or not self._expected:
+            return []
+        made = []
+        for found in sorted(self._memory.poll(timeout), key=lambda c: c.step):
+            if found.step not in self._expected:  # of before a recovery
+                continue
+            made.append(self._commit(found))
+        return made
+
+    def flush(self, step: int, seconds: float) -> list[Manifest]:
+        """Waits until `step` is committed, `seconds` at most."""
+        made: list[Manifest] = []
+        deadline = time.monotonic() + seconds
+        while self.committed < step and step in self._expected and time.monotonic() < deadline:
+            made += self.advance(timeout=0.2)
+        return made
+
+    def expects(self, step: int) -> bool:
+        """Whether a copy of `step` is on its way."""
+        return step in self._expected
+
+    def expect(self, step: int) -> None:
+        """A copy of `step`, which was reported before, is on its way too."""
+        assert self._memory is not None
+        self._memory.expect(step)
+        self._expected.append(step)
+
+    def lost_copies(self) -> None:
+        """A keeper was replaced: what was on its way to it does not arrive; the next snapshot commits these steps."""
+        self._expected = []
+
+    def saved(self, step: int) -> None:
+        """The state of `step` is on storage, written by the ranks: commits what was reported up to it."""
+        self._may_commit()
+        for done in [s for s in self.known if s <= step]:
+            self._events.write_step(done, **self._reported.pop(done))
+        self._expected = [s for s in self._expected if s > step]
+        self.committed = max(self.committed, step)
+
+    def rewind(self, step: int) -> None:
+        """The state was restored at `step`: what was reported after it will be computed again."""
+        self._reported = {s: f for s, f in self._reported.items() if s <= step}
+        self._expected = []
+
+    def adopt(self, manifest: Manifest) -> None:
+        """The state was restored from `manifest`: writes the events of its steps that are not in the log yet."""
+        if self._memory is not None and not manifest.cursor:  # complete on all ranks, but never committed
+            steps = [{"step": s, **f} for s, f in sorted(self._reported.items()) if s <= manifest.step]
+            manifest = self._manifest(manifest.step, manifest.shards, {EVENTS: steps})
+            self._memory.commit(manifest)
+        fields = {int(e["step"]): e for e in manifest.extra.get(EVENTS, [])} | self._reported
+        for step in sorted(fields):
+            if step <= manifest.step:
+                self._events.write_step(step, **{k: v for k, v in fields[step].items() if k != "step"})
+        self._reported = {s: f for s, f in self._reported.items() if s > manifest.step}
+        self.committed = max(self.committed, manifest.step)
+        self.newest = manifest
+
+    def _commit(self, found: Collected) -> Manifest:
+        assert self._memory is not None
+        steps = [s for s in self.known if s <= found.step]
+        extra = {EVENTS: [{"step": s, **self._reported[s]} for s in steps]}
+        manifest = self._manifest(found.step, found.shards, extra)
+        self._may_commit()
+        self._memory.commit(manifest)
+        for step in steps:
+            self._events.write_step(step, **self._reported.pop(step))
+        self._events.write(
+            "snapshot",
+            step=found.step,
+            bytes=found.bytes,
+            seconds=found.seconds,
+            stall_seconds=self._stalls.pop(found.step, 0.0),
+            path=None,
+        )
+        self._stalls = {s: v for s, v in self._stalls.items() if s > found.step}
+        self._expected = [s for s in self._expected if s > found.step]
+        self.committed = max(self.committed, found.step)
+        self.newest = manifest
+        return manifest

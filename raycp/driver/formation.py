@@ -1,0 +1,355 @@
+"""The ranks that run now: how a world is planned for the workers that are left, connected, and filled with state.
+
+Guarantees: whatever failed while a world was formed, the next attempt starts under a higher generation, which the
+record has on disk before any rank hears of it; ranks lie in the order of (node, accelerator id), the ranks of a CP
+group on as few nodes as possible; the state comes from the newest complete source, memory before storage; what is
+lost is killed before its place is given away, and keepers refuse what comes of an older generation. Costs 0.1 s for
+groups, and the build and the copy of the model's shards.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from data_pipeline import Cursor, StepSchedule
+from raycp.driver.checkpoints import Checkpoints
+from raycp.driver.commits import Commits
+from raycp.driver.copies import snapshot_budget
+from raycp.driver.keepers import KeeperLost
+from raycp.driver.membership import Member
+from raycp.driver.record import RunRecord
+from raycp.driver.recovery import Incident, Phase
+from raycp.driver.runtime import KeepersLike, RanksLike, Runtime
+from raycp.driver.worlds import World, Worlds
+from raycp.errors import WorkerError
+from raycp.events import EventLog
+from raycp.training.latest import fence
+from workers.messages import Rendezvous, RunSpec
+
+COLLECTIVE_TIMEOUT = 1800.0
+"""Seconds that one collective may wait: longer than the longest imbalance of a step. Faults are seen much earlier."""
+PATIENCE = 10.0
+"""Times `heartbeat_timeout` that a rank may be silent while it loads or writes files (some libraries hold the GIL)."""
+FREEZE_SECONDS = 10.0
+"""Least time that survivors get to come to rest: they may be inside a long kernel when a peer is lost."""
+
+ANSWER_SECONDS = 1.0
+"""How long a keeper or a spare may take to answer after a failure before it counts as gone."""
+_SHARE_OF_HOST = 0.5
+
+
+class Source(NamedTuple):
+    """Where the state of a world came from: "memory", "checkpoint" (with its path) or "start"."""
+
+    step: int
+    kind: str
+    path: str | None
+
+
+class Formation:
+    """The current ranks of a run, and the way to the next ones.
+
+    Args:
+        spec: what the workers run.
+        worlds: which worlds the run may have.
+        schedule: turns a cursor into a step.
+        runtime: workers, store, keepers, time.
+        record: run.json, opened for this driver.
+        events: the log.
+        checkpoints: where state is on storage.
+        secret: of the run; keepers talk to nobody else.
+        say: shows a message to the person.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: RunSpec,
+        worlds: Worlds,
+        schedule: StepSchedule,
+        runtime: Runtime,
+        record: RunRecord,
+        events: EventLog,
+        checkpoints: Checkpoints,
+        secret: bytes,
+        say: Callable[[str], None],
+    ) -> None:
+        self._spec = spec
+        self._elastic = spec.config.elastic
+        self._worlds = worlds
+        self._schedule = schedule
+        self._runtime = runtime
+        self._record = record
+        self._events = events
+        self._checkpoints = checkpoints
+        self._secret = secret
+        self._say = say
+        self._fleet = runtime.fleet
+        self._shared_memory = spec.device.ray_resource is None
+        self._ranks: RanksLike | None = None
+        self._workers: list[Any] = []
+        self._world: World | None = None
+        self._store: Any = None
+        self.memory: KeepersLike | None = None
+
+    @property
+    def ranks(self) -> RanksLike:
+        """The ranks of the current generation."""
+        assert self._ranks is not None, "no world was formed yet"
+        return self._ranks
+
+    @property
+    def world(self) -> World:
+        """The world that runs."""
+        assert self._world is not None, "no world was formed yet"
+        return self._world
+
+    # -- the start, the end -----------------------------------------------------------------------------------------
+
+    def place(self, *, state_bytes: int) -> None:
+        """Starts the first workers, and a keeper on each of their nodes if the state fits into their memory.
+
+        Raises:
+            ClusterError: no room in time, or something is wrong on a node.
+        """
+        dp, cp = self._worlds.limits.wanted
+        self._fleet.staff(dp * cp, spares=self._elastic.spares, cp=cp, timeout=self._elastic.wait_for_capacity)
+        if self._fits_in_memory(state_bytes, dp * cp):
+            self.memory = self._runtime.keepers(self._fleet.nodes, generation=self._record.generation)
+
+    def _fits_in_memory(self, state_bytes: int, world: int) -> bool:
+        probes = [w.probe for w in self._fleet.workers]
+        nodes = {p.node_id: sum(q.node_id == p.node_id for q in probes) for p in probes}
+        budget = snapshot_budget(
+            state_bytes,
+            max(nodes.values()),
+            world,
+            len(nodes),
+            int(_SHARE_OF_HOST * min(p.host_memory for p in probes)),
+        )
+        if not budget.fits:
+            self._say(budget.message)
+        return budget.fits
+
+    def close(self, *, keepers: bool) -> None:
+        """Ends every worker and, with `keepers`, what is held in memory."""
+        self._store = None
+        self._fleet.close()
+        if keepers and self.memory is not None:
+            self.memory.close()
+
+    # -- a world ----------------------------------------------------------------------------------------------------
+
+    def form(self, incident: Incident, commits: Commits, *, first: bool) -> Source:
+        """As `_form`; a keeper that is lost meanwhile starts it again."""
+        try:
+            return self._form(incident, commits, first=first)
+        except KeeperLost as lost:
+            assert self.memory is not None
+            self.memory.drop(lost.node_id)
+            raise WorkerError(
+                f"while a world was formed: {lost.message}",
+                fix=lost.fix,
+                rank=None,
+                node=lost.node_id,
+                cause=lost.message,
+            ) from lost
+
+    def _form(self, incident: Incident, commits: Commits, *, first: bool) -> Source:
+        """Plans, connects, builds and restores a world; its phases are added to `incident`.
+
+        Raises:
+            WorkerError: a rank failed meanwhile; or no world is possible (`details["hopeless"]`).
+        """
+        clock = self._runtime.clock
+        with incident.phase(Phase.PLAN, clock):
+            self._world = self._plan(incident, first=first)
+        with incident.phase(Phase.REBUILD, clock):
+            if not first:
+                self._events.generation = self._record.raise_generation()
+                fence(self._checkpoints.root, self._spec.run_id, self._record.generation)
+            self._appoint(self._world)
+            self._connect(self._world)
+        with incident.phase(Phase.RESTORE, clock):
+            source = self._restore(self._world, commits)
+        self._checkpoints.forget()
+        return source
+
+    def _plan(self, incident: Incident, *, first: bool) -> World:
+        """The world for the workers that are left; waits for more where the configuration says so."""
+        elastic, wanted = self._elastic, self._worlds.limits.wanted
+        least = wanted[0] * wanted[1] if elastic.on_loss == "wait" and not first else 1
+        deadline = self._runtime.clock() + elastic.wait_for_capacity
+        told = False
+        self._fleet.drop_lost([w for w in self._fleet.workers if w not in self._workers], ANSWER_SECONDS)
+        while True:
+            probes = [w.probe for w in self._fleet.workers]
+            world = self._worlds.choose(probes, shared_memory=self._shared_memory, first=first)
+            if world is not None and world.grid.world_size >= least:
+                return world
+            if elastic.on_loss == "shrink" or self._runtime.clock() >= deadline:
+                self._give_up(len(probes), incident)
+            if not told:
+                self._say(
+                    f"{len(probes)} healthy workers are left, and the limits of the run ask for more: waiting up to "
+                    f"{elastic.wait_for_capacity:.0f} s"
+                )
+                told = True
+            self._fleet.recruit(self._worlds.limits.workers[1])
+            self._runtime.sleep(0.2)
+
+    def _give_up(self, workers: int, incident: Incident) -> None:
+        limits, elastic = self._worlds.limits, self._elastic
+        waited = "" if elastic.on_loss == "shrink" else f" after waiting {elastic.wait_for_capacity:.0f} s"
+        details: dict[str, Any] = {"rank": None, "node": "?", "cause": "no world fits these workers"}
+        details |= incident.error.details if incident.error is not None else {}
+        raise WorkerError(
+            f"{workers} healthy workers are left{waited}, and no world of them fits cp {limits.cp}, dp {limits.dp}, "
+            f"workers {limits.workers} and their memory; what happened: {details['cause']}",
+            fix="add nodes, lower elastic.min_workers, give parallel.cp as a pair, or raise elastic.wait_for_capacity",
+            **details | {"hopeless": True},
+        )
+
+    def _appoint(self, world: World) -> None:
+        """Workers become ranks, in the order of their nodes; those that were ranks before come first on each node."""
+        chosen: list[Any] = []
+        for node_id, count in world.takes.items():
+            there = [w for w in self._fleet.workers if w.probe.node_id == node_id]
+            chosen += sorted(there, key=lambda w: w not in self._workers)[:count]
+        self._workers = [w for w in self._fleet.workers if w in chosen]
+        members = [Member(rank=r, actor=w.actor, probe=w.probe) for r, w in enumerate(self._workers)]
+        self._ranks = self._runtime.ranks(members, self._record.generation)
+        if self.memory is not None:
+            self.add_keepers()
+            self.memory.assign(self._record.generation, [m.probe.node_id for m in members])
+
+    def _connect(self, world: World) -> None:
+        self._store = store = self._runtime.open_store()
+        per_node: dict[str, int] = {}
+        for member in self.ranks.members:
+            per_node[member.probe.node_id] = per_node.get(member.probe.node_id, 0) + 1
+        keepers = self.memory.addresses if self.memory is not None else {}
+
+        def join(member: Member) -> Any:
+            return member.actor.join.remote(
+                Rendezvous(
+                    generation=self._record.generation,
+                    rank=member.rank,
+                    grid=world.grid,
+                    store_host=self._runtime.address,
+                    store_port=store.port,
+                    timeout=COLLECTIVE_TIMEOUT,
+                    threads=max(1, member.probe.cpu_count // per_node[member.probe.node_id]),
+                    keeper=keepers.get(member.probe.node_id),
+                    secret=self._secret,
+                )
+            )
+
+        self.ranks.gather(join, what="connecting the workers", patience=PATIENCE)
+
+    def _restore(self, world: World, commits: Commits) -> Source:
+        """Makes the model and fills it from the newest complete state: memory, storage, or its own weights."""
+        generation = self._record.generation
+        point = self.memory.newest(commits.known) if self.memory is not None else None
+        found = None
+        if point is None or point.manifest.step < self._checkpoints.newest_step:
+            point, found = None, self._checkpoints.find()
+        manifest = point.manifest if point is not None else found.manifest if found is not None else None
+        self.ranks.gather(
+            lambda m: m.actor.build.remote(generation, initialise=manifest is None, recompute=world.recompute),
+            what="building the model",
+            patience=PATIENCE,
+        )
+        if manifest is None:
+            commits.rewind(0)
+            return Source(0, "start", None)
+        step = manifest.step
+        if manifest.cursor:
+            step = self._schedule.restore(Cursor.from_dict(manifest.cursor))
+        if point is not None and self.memory is not None:
+            self.memory.keep_only(point)
+            self.ranks.gather(
+                lambda m: m.actor.restore_memory.remote(generation, point, self._secret),
+                what=f"restoring step {step} from memory",
+                patience=PATIENCE,
+            )
+            commits.adopt(manifest)
+            commits.rewind(step)
+            return Source(step, "memory", None)
+        assert found is not None
+        assert found.storage is not None
+        path = found.storage.where
+        self.ranks.gather(
+            lambda m: m.actor.restore.remote(generation, path),
+            what=f"loading the checkpoint of step {step}",
+            patience=PATIENCE,
+        )
+        self._checkpoints.loaded(path, step)
+        commits.rewind(step)
+        return Source(step, "checkpoint", path)
+
+    # -- when something is lost -------------------------------------------------------------------------------------
+
+    def take_apart(self, error: WorkerError, incident: Incident) -> None:
+        """After a failure: whoever is left comes to rest, whoever is lost is fenced off."""
+        clock = self._runtime.clock
+        with incident.phase(Phase.FREEZE, clock):
+            self._store = None  # frees every rank that waits in it
+            lost = set(self.ranks.freeze(max(FREEZE_SECONDS, self._elastic.heartbeat_timeout)))
+            lost |= set(error.details.get("lost_ranks", ()))
+        with incident.phase(Phase.FENCE, clock):
+            gone = [w for r, w in enumerate(self._workers) if r in lost and w in self._fleet.workers]
+            self._fleet.dismiss(gone, self._kill)
+            if gone and self.memory is not None:
+                for node_id in self.memory.unreachable(ANSWER_SECONDS):
+                    self.memory.drop(node_id)
+
+    def _kill(self, node_id: str, pid: int, started: float) -> bool:
+        return self.memory is not None and self.memory.kill_process(node_id, pid, started)
+
+    def replace_keeper(self, lost: KeeperLost) -> None:
+        """A keeper is gone and its node is not: another one takes its place, and the ranks attach to it.
+
+        Raises:
+            WorkerError: a rank of that node is gone too.
+        """
+        assert self.memory is not None
+        self._say(f"{lost.message}: training goes on, and another keeper is started")
+        self.memory.drop(lost.node_id)
+        self.add_keepers()
+        generation = self._record.generation
+        self.memory.assign(generation, [m.probe.node_id for m in self.ranks.members])
+        addresses = self.memory.addresses
+        self.ranks.gather(
+            lambda m: m.actor.attach.remote(generation, addresses[m.probe.node_id], self._secret),
+            what="attaching to the keepers",
+            only=[m.rank for m in self.ranks.members if m.probe.node_id == lost.node_id],
+        )
+
+    # -- when capacity comes ----------------------------------------------------------------------------------------
+
+    def grow(self) -> None:
+        """Brings missing workers and spares closer, beside the running job; never waits."""
+        self._fleet.recruit(self._worlds.limits.workers[1] + self._elastic.spares)
+        self.add_keepers()
+
+    def add_keepers(self) -> None:
+        """A keeper on every node that has, or will have, workers."""
+        if self.memory is not None:
+            for node in self._fleet.nodes:
+                if node.node_id not in self.memory.addresses:
+                    self.memory.add(node)
+
+    def bigger(self) -> World | None:
+        """A larger world that the workers which are ready could form, once none is on its way any more."""
+        if self._fleet.warming:
+            return None
+        size = self.world.grid.world_size
+        wanted = self._worlds.limits.wanted
+        idle = [w for w in self._fleet.workers if w not in self._workers]
+        if size >= wanted[0] * wanted[1]:  # spares stay spares, unless the world is smaller than was asked for
+            idle = idle[self._elastic.spares :]
+        if not idle:
+            return None
+        probes = [w.probe for w in self._fleet.workers if w in self._workers or w in idle]
+        world = self._worlds.choose(probes, shared_memory=self._shared_memory)
+        return world if world is not None and world.grid.world_size > size else None
