@@ -8,7 +8,8 @@ model.py        Trainee: the sharded model with its chunked loss; build_trainee
 weights.py      fills the own rows of every parameter
 loss.py         chunked cross-entropy: logits of target rows only, gradients made in forward
 optim.py        AdamW and SGD, learning-rate schedule, clipping by the global norm
-collectives.py  FSDP2's all-gather and reduce-scatter by P2P, for gloo
+collectives.py  FSDP2's all-gather and reduce-scatter, and a sum over ranks, by P2P, for gloo
+replicas.py     whole parameters on every rank, gradients summed once a step
 sharding.py     ShardSpan: rows of a named tensor; who holds which
 state.py        training state by logical offsets, out of and into any world size
 tensorfile.py   safetensors files written without a second copy in memory, with length and checksum

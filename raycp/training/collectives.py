@@ -1,12 +1,14 @@
-"""FSDP2's all-gather and reduce-scatter by peer-to-peer transfers, for gloo.
+"""Collectives by peer-to-peer transfers, for gloo: FSDP2's all-gather and reduce-scatter, and a sum over ranks.
 
-gloo's own all-gather and reduce-scatter cost about 4x the same bytes by P2P. These plug into FSDP2's public hooks
-(`set_custom_all_gather`, `set_custom_reduce_scatter`). Guarantees: sums are added in rank order, so a gradient is
-bit-equal from run to run at one world size. Costs one receive buffer of the size of the input in reduce-scatter.
+gloo's own all-gather and reduce-scatter cost about 4x the same bytes by P2P. The first two plug into FSDP2's public
+hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`). Guarantees: sums are added in rank order, so a gradient is
+bit-equal from run to run at one world size. Costs one receive buffer of the size of the input in reduce-scatter and in
+a sum.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,3 +88,90 @@ class PairwiseReduceScatter(ReduceScatter):
             else:
                 output.add_(piece)
         return None
+
+
+class RankSum(Protocol):
+    """A tensor that is being summed over ranks, in place; it must not be touched before `wait` returns."""
+
+    def spread(self) -> None:
+        """Waits for the shares of the other ranks, and begins to exchange their sums."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when the tensor is the sum; after `spread`."""
+        ...
+
+
+def start_sum(x: torch.Tensor, group: dist.ProcessGroup, index: int) -> RankSum:
+    """Begins to sum `x` over the ranks of a group, in place. Collective.
+
+    Args:
+        x: contiguous.
+        group: its ranks.
+        index: tells sums apart that are under way at the same time.
+    """
+    return _PairwiseSum(x, group, index) if x.device.type == "cpu" else _BackendSum(x, group)
+
+
+class _BackendSum:
+    """The back end's own all-reduce."""
+
+    def __init__(self, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._work = dist.all_reduce(x, group=group, async_op=True)
+
+    def spread(self) -> None:
+        """Nothing: it is one operation."""
+
+    def wait(self) -> None:
+        """See `RankSum.wait`."""
+        if self._work is not None:
+            self._work.wait()
+
+
+class _PairwiseSum:
+    """Every rank adds up one piece of the tensor, in rank order, and sends it to the others."""
+
+    def __init__(self, x: torch.Tensor, group: dist.ProcessGroup, index: int) -> None:
+        self._group, self._tag = group, _TAG + 1 + 2 * index
+        self._rank, size = group.rank(), group.size()
+        flat = x.view(-1)
+        bounds = [flat.numel() * r // size for r in range(size + 1)]
+        self._pieces = [flat[a:b] for a, b in pairwise(bounds)]
+        own = self._pieces[self._rank]
+        self._shares = [own if r == self._rank else torch.empty_like(own) for r in range(size)]
+        self._works = self._exchange(self._shares, self._pieces, self._tag)
+
+    def spread(self) -> None:
+        """See `RankSum.spread`."""
+        self._drain()
+        total = self._shares[0]
+        for share in self._shares[1:]:
+            total.add_(share)
+        own = self._pieces[self._rank]
+        if self._rank:
+            own.copy_(total)
+        self._shares = []
+        self._works = self._exchange(self._pieces, [own] * len(self._pieces), self._tag + 1)
+
+    def wait(self) -> None:
+        """See `RankSum.wait`."""
+        self._drain()
+
+    def _exchange(
+        self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], tag: int
+    ) -> list[dist.Work | None]:
+        """Posts a receive from, and a send to, each other rank; empty pieces stay where they are."""
+        works, size = [], len(incoming)
+        for i in range(1, size):
+            source, target = (self._rank - i) % size, (self._rank + i) % size
+            if incoming[source].numel():
+                works.append(dist.irecv(incoming[source], group=self._group, group_src=source, tag=tag))
+            if outgoing[target].numel():
+                works.append(dist.isend(outgoing[target], group=self._group, group_dst=target, tag=tag))
+        return works
+
+    def _drain(self) -> None:
+        for work in self._works:
+            assert work is not None
+            work.wait()
+        self._works = []

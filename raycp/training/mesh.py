@@ -23,5 +23,5 @@ def build_mesh(world_size: int, device_type: str) -> DeviceMesh:
 
 
 def replicated(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks as replicas of shards of one: `ParallelConfig(shard="none")` through FSDP2's hybrid path."""
+    """The same ranks as replicas of shards of one: `ParallelConfig(shard="none")`."""
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=(REPLICATE, SHARD))

@@ -21,6 +21,7 @@ from raycp.training.device import compute_dtype
 from raycp.training.layers import AttentionLayers
 from raycp.training.loss import IGNORE, chunked_cross_entropy
 from raycp.training.mesh import replicated
+from raycp.training.replicas import Replicas
 from raycp.training.sharding import held_rows
 from raycp.training.spec import ModelSpec
 from raycp.training.weights import empty_model, fill
@@ -32,11 +33,15 @@ class Trainee(nn.Module):
     Attributes:
         lm: the Hugging Face model.
         activation_checkpointing: layers are computed again in backward; the carrier should keep attention's output.
+        replicas: whose parameters these are, with `shard="none"`.
     """
+
+    replicas: Replicas | None
 
     def __init__(self, lm: PreTrainedModel, *, loss_chunk: int, activation_checkpointing: bool) -> None:
         super().__init__()
         self.lm = lm
+        self.replicas = None
         self.loss_chunk = loss_chunk
         self.activation_checkpointing = activation_checkpointing
         self._logit_scale = 1.0 / float(getattr(lm.config, "logits_scaling", 1.0))
@@ -54,6 +59,13 @@ class Trainee(nn.Module):
     def config(self) -> PretrainedConfig:
         return self.lm.config
 
+    def rest(self) -> None:
+        """Parameters are those that the optimizer holds, until the next forward."""
+        if self.replicas is not None:
+            self.replicas.rest()
+        elif isinstance(self, FSDPModule):
+            self.reshard()
+
     def forward(
         self,
         ids: torch.Tensor,
@@ -62,6 +74,8 @@ class Trainee(nn.Module):
         weights: torch.Tensor | None,
         carrier: Carrier,
         scale: float,
+        *,
+        last: bool = True,
     ) -> torch.Tensor:
         """Loss of this rank's share of one micro-batch.
 
@@ -72,14 +86,18 @@ class Trainee(nn.Module):
             weights: fp32 [t] or None.
             carrier: the attention plan of this pack, fresh per micro-batch.
             scale: 1 / sum of the target weights of the whole step.
+            last: no other micro-batch of the step follows. With `shard="none"`, gradients are summed over ranks, and
+                are there for the optimizer, only after the backward pass of such a one.
 
         Returns:
             fp32 scalar; the loss of the step is its sum over ranks and micro-batches. Gradients are summed over ranks
-            by FSDP2, so `backward()` on it is all there is to do.
+            in its backward pass, so `backward()` on it is all there is to do.
 
         Raises:
             ModelError: a layer did not use the attention plan.
         """
+        if self.replicas is not None:
+            self.replicas.last = last
         plan: Carrier = carrier
         if not ids.numel():
             plan, ids, position_ids = _EmptyShard(carrier), ids.new_zeros(1), position_ids.new_zeros(1)
@@ -157,23 +175,10 @@ def build_trainee(
     config = spec.load_config()
     lm = empty_model(config, ATTENTION_NAME)
     trainee = Trainee(lm, loss_chunk=loss_chunk, activation_checkpointing=activation_checkpointing)
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if compute_dtype(dtype) != torch.float32:
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype(dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    placed = mesh if shard == "full" else replicated(mesh)
-    for layer in lm.base_model.layers:
-        fully_shard(layer, mesh=placed, mp_policy=policy)
-    fully_shard(trainee, mesh=placed, mp_policy=policy)
-    peer_to_peer = shard == "full" and device.type == "cpu"
-    for module in trainee.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if peer_to_peer:
-                module.set_custom_all_gather(P2PAllGather())
-                module.set_custom_reduce_scatter(PairwiseReduceScatter())
+    if shard == "none":
+        trainee.replicas = _replicate(trainee, mesh, device, compute_dtype(dtype))
+    else:
+        _shard(trainee, mesh, device, dtype)
     # Only meta tensors (parameters) are allocated: `to_empty` would turn the rotary tables into garbage.
     trainee._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
     if initialise:
@@ -182,3 +187,32 @@ def build_trainee(
         for parameter in trainee.parameters():
             held_rows(parameter)[0].fill_(float("nan"))
     return trainee.train()
+
+
+def _replicate(trainee: Trainee, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Replicas:
+    """Gradients become complete from the head down to the embedding, which may be one parameter with the head."""
+    lm = trainee.lm
+    layers, embedding = list(lm.base_model.layers), set(lm.get_input_embeddings().parameters())
+    inside = {p for layer in layers for p in layer.parameters()}
+    above = [p for p in trainee.parameters() if p not in inside and p not in embedding]
+    parts = [above, *(list(layer.parameters()) for layer in reversed(layers))]
+    return Replicas(trainee, replicated(mesh), device=device, dtype=dtype, parts=parts)
+
+
+def _shard(trainee: Trainee, mesh: DeviceMesh, device: torch.device, dtype: str) -> None:
+    """FSDP2: each layer a group, and the rest (embedding, norm and head, which may share a weight) another."""
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if compute_dtype(dtype) != torch.float32:
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype(dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    for layer in trainee.lm.base_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(trainee, mesh=mesh, mp_policy=policy)
+    for module in trainee.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if device.type == "cpu":
+                module.set_custom_all_gather(P2PAllGather())
+                module.set_custom_reduce_scatter(PairwiseReduceScatter())

@@ -7,6 +7,7 @@ checkpoints, resharding) speaks in these rows and never in rank files, so it wor
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,6 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from raycp.training.mesh import SHARD
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """A module that holds other parameters during a pass than between passes."""
+
+    def rest(self) -> None:
+        """Holds again what the optimizer holds."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,13 +76,15 @@ def written_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 def named_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the names that Hugging Face's files use; a tied parameter once, under its first name.
 
-    A forward pass without gradients (evaluation) leaves the root's parameters gathered: they are let go first, so that
-    what is yielded is what the optimizer holds, and no stale copy outlives a change.
+    A forward pass leaves parameters gathered that no backward pass let go (FSDP2: those of the root, in evaluation):
+    they are let go first, so that what is yielded is what the optimizer holds, and no stale copy outlives a change.
 
     Args:
         module: a `Trainee`, or a language model itself.
     """
-    if isinstance(module, FSDPModule):
+    if isinstance(module, Resting):
+        module.rest()
+    elif isinstance(module, FSDPModule):
         module.reshard()
     for name, parameter in module.named_parameters():
         yield name.removeprefix("lm."), parameter

@@ -9,13 +9,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from raycp.attention import build_groups
 from raycp.plan import RankGrid
-from raycp.training.collectives import P2PAllGather, PairwiseReduceScatter
+from raycp.training.collectives import P2PAllGather, PairwiseReduceScatter, start_sum
 from raycp.training.optim import sum_over_ranks
+from raycp.training.sharding import held_rows, named_weights
 from raycp.training.spec import ModelSpec
 from tests.multiproc.launcher import RankError, run_ranks
 from tests.multiproc.training_cases import make_step, micro_batch_loss, tiny_llama, trainee_on
 
 NUMEL = 1001
+SIZES = (0, 1, 2, 500)
+"""Numbers of tensors that are summed; 0: all."""
 
 
 def piece(rank: int, world_size: int) -> torch.Tensor:
@@ -33,7 +36,14 @@ def collect(rank: int, world_size: int) -> dict[str, Any]:
     P2PAllGather()(apart, own.clone(), group)
     reduced = torch.empty(NUMEL)
     PairwiseReduceScatter()(reduced, piece(rank, world_size), group, dist.ReduceOp.SUM)
+    summed = [piece(rank, world_size).view(world_size, -1)[0, : n or None].clone() for n in SIZES]
+    sums = [start_sum(x, group, i) for i, x in enumerate(summed)]  # several under way at a time
+    for one in sums:
+        one.spread()
+    for one in reversed(sums):
+        one.wait()
     return {
+        "summed": summed,
         "gathered": gathered,
         "apart": apart,
         "reduced": reduced,
@@ -59,6 +69,11 @@ def test_pieces_and_sums_are_bit_equal_to_one_process(world_size: int) -> None:
         for p in pieces:
             total += p[rank * NUMEL : (rank + 1) * NUMEL]
         assert torch.equal(result["reduced"], total)
+        first = torch.zeros(NUMEL)
+        for p in pieces:
+            first += p[:NUMEL]
+        for n, x in zip(SIZES, result["summed"], strict=True):
+            assert torch.equal(x, first[: n or None]), n
         assert result["total"] == results[0]["total"]
         assert result["total"] == pytest.approx(sum(1.0 / (r + 3) for r in range(world_size)), rel=1e-13)
 
@@ -95,3 +110,39 @@ def count(rank: int, world_size: int, checkpointing: bool) -> int:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_head_is_gathered_once_and_each_layer_twice(checkpointing: bool) -> None:
     assert run_ranks(count, 2, checkpointing) == [2 * 2 + 1] * 2
+
+
+def replicate(rank: int, world_size: int) -> dict[str, Any]:
+    """Two micro-batches and an evaluation of replicas."""
+    grid = RankGrid(dp=1, ring=world_size)
+    groups = build_groups(grid)
+    trainee = trainee_on(grid, ModelSpec.of(tiny_llama(tie_word_embeddings=True)), shard="none")
+    resting = dict(trainee.named_parameters())
+    storage = {n: held_rows(p)[0].data_ptr() for n, p in resting.items()}
+    packs = make_step(2)
+    micro_batch_loss(trainee, packs[0], grid, groups, 1.0, last=False).backward()
+    between = [p.grad for p in resting.values()]
+    loss = micro_batch_loss(trainee, packs[1], grid, groups, 1.0)
+    during = {n: p.data_ptr() for n, p in trainee.named_parameters()}
+    loss.backward()
+    after = dict(trainee.named_parameters())
+    gradients = {n: held_rows(p.grad)[0] for n, p in after.items() if p.grad is not None}
+    with torch.no_grad():
+        micro_batch_loss(trainee, packs[0], grid, groups, 1.0)
+    micro_batch_loss(trainee, packs[0], grid, groups, 1.0)  # and no backward
+    return {
+        "none between": all(g is None for g in between),
+        "no copies": during == storage,
+        "at rest": after == resting and dict(named_weights(trainee)) == {n[3:]: p for n, p in resting.items()},
+        "gradients": gradients,
+    }
+
+
+def test_replicas_copy_nothing_and_have_the_same_gradients_to_the_bit() -> None:
+    first, *others = run_ranks(replicate, 3)
+    assert len(first["gradients"]) == 2 * 9 + 2
+    for result in (first, *others):
+        assert result["none between"]
+        assert result["no copies"]
+        assert result["at rest"]
+        assert all(torch.equal(g, first["gradients"][n]) for n, g in result["gradients"].items())

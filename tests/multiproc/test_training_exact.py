@@ -17,6 +17,7 @@ BY_WORLD = {
         Case(packs=3, weighted=True),
         Case(packs=2, sparse=True, checkpointing=True),
         Case(packs=2, tied=True, shard="none"),
+        Case(packs=3, weighted=True, shard="none", once=True),
     ],
     2: [
         *(Case(dp=2, packs=n) for n in (1, 2, 4)),
@@ -28,6 +29,8 @@ BY_WORLD = {
         Case(cp=2, packs=2, sparse=True, layout="contiguous"),
         Case(cp=2, packs=2, sparse=True, checkpointing=True, layout="contiguous", shard="none"),
         Case(dp=2, packs=1, sparse=True, checkpointing=True),
+        Case(dp=2, packs=4, shard="none", once=True),
+        Case(cp=2, packs=3, weighted=True, checkpointing=True, shard="none", once=True),
     ],
     4: [
         Case(dp=2, cp=2, packs=2),
@@ -39,6 +42,7 @@ BY_WORLD = {
         Case(cp=4, packs=3, weighted=True, checkpointing=True),
         Case(cp=4, packs=2, sparse=True, layout="contiguous"),
         Case(dp=2, cp=2, packs=1, sparse=True, shard="none"),
+        Case(dp=2, cp=2, packs=6, tied=True, shard="none", once=True),
     ],
 }
 FAULTS = [
@@ -49,6 +53,7 @@ FAULTS = [
     Case(cp=2, packs=2, fault="skipped pack"),
     Case(dp=2, packs=2, fault="skipped pack"),
     Case(cp=2, packs=2, fault="stale buffer"),
+    Case(cp=2, packs=2, shard="none", fault="ended too early"),
 ]
 EVERY = [(world_size, case) for world_size, cases in BY_WORLD.items() for case in cases]
 

@@ -104,6 +104,8 @@ class Case:
     checkpointing: bool = False
     shard: str = "full"
     layout: str = "zigzag"
+    once: bool = False
+    """Each micro-batch says whether it is the last."""
     fault: str = ""
 
     @property
@@ -167,6 +169,7 @@ def micro_batch_loss(
     scale: float,
     *,
     layout: str = "zigzag",
+    last: bool = True,
     fault: str = "",
 ) -> torch.Tensor:
     """This rank's share of the loss of one pack."""
@@ -176,7 +179,7 @@ def micro_batch_loss(
     carrier = Carrier(plan, groups, keep=trainee.activation_checkpointing)
     weights = None if pack.weights is None else pack.weights[index]
     loss: torch.Tensor = trainee(
-        pack.ids[index], pack.position_ids[index], pack.targets[index], weights, carrier, scale
+        pack.ids[index], pack.position_ids[index], pack.targets[index], weights, carrier, scale, last=last
     )
     return loss
 
@@ -212,8 +215,11 @@ def run_case(case: Case, groups: Groups) -> Result:
     mine = packs[rank // grid.cp :: grid.dp]
     depth = -(-len(packs) // grid.dp)
     loss = 0.0
-    for pack in mine + [EMPTY] * (depth - len(mine)):
-        part = micro_batch_loss(trainee, pack, grid, groups, scale, layout=case.layout, fault=case.fault)
+    for n, pack in enumerate(mine + [EMPTY] * (depth - len(mine))):
+        last = n == depth - 1 or not case.once
+        if case.fault == "ended too early":
+            last = n == 0
+        part = micro_batch_loss(trainee, pack, grid, groups, scale, layout=case.layout, last=last, fault=case.fault)
         part.backward()
         loss += part.item()
     norm = clip_by_global_norm(trainee, None)
