@@ -25,6 +25,7 @@ from raycp.errors import ClusterError, Problem
 PACKAGES = ("raycp", "workers", "data_pipeline")
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its entry point
 _LOOPBACK = "127.0.0.1"
+_QUIET: Mapping[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +86,9 @@ def connect(*, workers: int | None) -> ClusterHandle:
         if ray.util.client.ray.is_connected():
             raise _no_client("the connection in use")
         return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if will_use_existing_cluster():
-        address = os.environ.get("RAY_ADDRESS", "auto")
-        if address.startswith("ray://"):
-            raise _no_client(f"RAY_ADDRESS={address!r}")
-        try:
-            _knock(address)
-            ray.init(address=address, runtime_env=_shipping_environment(), **quiet)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ClusterError(
-                f"no Ray cluster answers at {address!r}: {error}",
-                fix="start one with `ray start --head`, or unset RAY_ADDRESS to let raycp start a local one",
-            ) from error
-        return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
+        fix = "start one with `ray start --head`, or unset RAY_ADDRESS to let raycp start a local one"
+        return _connect_to(os.environ.get("RAY_ADDRESS", "auto"), fix=fix)
     cpus = max(os.cpu_count() or 1, workers or 1)
     handle = ClusterHandle(
         started_here=True, in_job=False, driver_address=_LOOPBACK, environment_before=_token_in_memory()
@@ -111,7 +101,7 @@ def connect(*, workers: int | None) -> ClusterHandle:
                 include_dashboard=False,
                 _node_ip_address=_LOOPBACK,
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_import_roots())}},
-                **quiet,
+                **_QUIET,
             )
     except (OSError, RuntimeError, ValueError) as error:
         handle.close()
@@ -120,6 +110,36 @@ def connect(*, workers: int | None) -> ClusterHandle:
             fix="set RAY_TMPDIR to a short folder on a local disk with free space, such as /tmp, and try again",
         ) from error
     return handle
+
+
+@contextlib.contextmanager
+def running_cluster() -> Iterator[ClusterHandle]:
+    """The cluster of RAY_ADDRESS, or else one on this machine; starts none. A connection that was made for the block
+    ends with it.
+
+    Raises:
+        ClusterError: none answers, or it is of Ray Client.
+    """
+    if ray.is_initialized():
+        yield connect(workers=None)
+        return
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    handle = _connect_to(address, fix="set RAY_ADDRESS to the cluster's, or run this on one of its machines")
+    try:
+        yield handle
+    finally:
+        ray.shutdown()
+
+
+def _connect_to(address: str, *, fix: str) -> ClusterHandle:
+    if address.startswith("ray://"):
+        raise _no_client(f"RAY_ADDRESS={address!r}")
+    try:
+        _knock(address)
+        ray.init(address=address, runtime_env=_shipping_environment(), **_QUIET)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"no Ray cluster answers at {address!r}: {error}", fix=fix) from error
+    return ClusterHandle(started_here=False, in_job=in_ray_job(), driver_address=_driver_address())
 
 
 def _knock(address: str) -> None:
