@@ -8,6 +8,14 @@ import pytest
 DEVICE_FILES = {"npu": r"davinci\d+", "cuda": r"nvidia\d+"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-torch-npu",
+        action="store_true",
+        help="fail, rather than skip, where the contract with the real torch_npu cannot be tested (CI)",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     names = [path.name for path in Path("/dev").iterdir()]
     for marker, pattern in DEVICE_FILES.items():
