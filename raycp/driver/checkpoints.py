@@ -148,7 +148,7 @@ class Checkpoints:
     def commit(self, manifest: Manifest, *, began: float, stall_seconds: float) -> None:
         """All shards of `manifest` are on storage: makes the step exist, and drops what is older than `keep`."""
         folder = step_folder(self.root, manifest.step)
-        commit(folder, manifest)
+        commit(folder, manifest, by=self._events.generation)  # it may be of the generation before a recovery
         self.newest, self.newest_step = folder.where, manifest.step
         self._failures = 0
         prune(self.root, keep=self._keep)
