@@ -62,16 +62,17 @@ def read_csv(part: Part, bad: BadRow) -> Numbered:
         reader = csv.reader(counted, delimiter="\t" if file.kind == ".tsv" else ",", strict=True)
         header: list[str] | None = None
         while True:
-            line = counted.line + 1
+            counted.first = 0
             try:
                 fields = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                found = broken(file, line, f"broken CSV: {error}", "repair the quotes of this row")
+                found = broken(file, counted.first, f"broken CSV: {error}", "repair the quotes of this row")
                 found.__cause__ = error
                 bad(found)
                 continue
+            line = counted.first
             if not fields:
                 continue
             if header is None:
@@ -91,22 +92,26 @@ def read_csv(part: Part, bad: BadRow) -> Numbered:
 
 
 class _Counted:
-    """Lines for `csv.reader`, with the number of the last one; a line that is no text goes to `bad`."""
+    """Lines for `csv.reader`, with the number of the first of a row; a line that is no text goes to `bad`."""
 
     def __init__(self, lines: Iterator[tuple[int, bytes]], file: File, bad: BadRow) -> None:
         self._lines, self._file, self._bad = lines, file, bad
-        self.line = 0
+        self.first = 0
+        """Line where the current row begins; the reader of rows sets it to 0 before each."""
 
     def __iter__(self) -> "_Counted":
         return self
 
     def __next__(self) -> str:
         while True:
-            self.line, raw = next(self._lines)
+            line, raw = next(self._lines)
             try:
-                return decode(raw, self._file, self.line)
+                text = decode(raw, self._file, line)
             except DataError as error:
                 self._bad(error)
+            else:
+                self.first = self.first or line
+                return text
 
 
 def read_txt(part: Part, bad: BadRow) -> Numbered:

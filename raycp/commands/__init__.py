@@ -5,11 +5,13 @@ Guarantees: importing these modules loads neither torch nor ray, so `raycp --hel
 and a line in `COMMANDS`. Field docstrings are the help texts; parts of `raycp.config` can be fields as they are.
 
     inspect    what a run would see of its data
+    clean      ends the keepers of a stopped run
 """
 
 from collections.abc import Callable
 from typing import Protocol
 
+from raycp.commands.clean import Clean
 from raycp.commands.inspect import Inspect
 
 
@@ -20,5 +22,5 @@ class Command(Protocol):
         """Does the work; returns the exit code."""
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {"inspect": Inspect}
+COMMANDS: dict[str, Callable[..., Command]] = {"inspect": Inspect, "clean": Clean}
 """Name of the sub-command -> its options."""

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_pipeline.rows import raise_bad
-from data_pipeline.sources import open_source, read_part
+from data_pipeline.sources import _hub_parts, open_source, open_sources, paths_of, read_part
 from raycp.errors import DataError
 
 ROWS = [{"text": "one"}, {"text": "caf\u00e9"}]
@@ -160,3 +160,123 @@ def test_an_error_of_the_users_iterable_is_theirs_and_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError):
         open_source(rows(), tmp_path / "spool")
     assert list((tmp_path / "spool").iterdir()) == []
+
+
+# -- several sources, hub names, data sets ---------------------------------------------------------------------------
+
+
+def test_several_sources_with_weights(tmp_path):
+    a, b = write(tmp_path / "a.jsonl", '{"text": "one"}\n'), write(tmp_path / "b.txt", "two")
+    by_name = open_sources({str(a): 2, str(b): 0.5}, tmp_path / "spool")
+    assert [(s.name, s.weight) for s in by_name] == [(str(a), 2.0), (str(b), 0.5)]
+    mixed = open_sources(
+        [(a, 1), ([dict(r) for r in ROWS], 3), (datasets.Dataset.from_list(ROWS), 1.5)], tmp_path / "s"
+    )
+    assert [s.weight for s in mixed] == [1, 3, 1.5]
+    ids = [row.id for s in mixed for row in s.source.rows(raise_bad)]
+    assert ids == [f"{a}:1", "rows2:1", "rows2:2", "rows3:1", "rows3:2"]
+    for s in mixed:
+        s.source.close()
+    assert list((tmp_path / "s").iterdir()) == []
+    assert [s.weight for s in open_sources([a, b], tmp_path)] == [1.0]
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan"), True])
+def test_a_weight_must_be_above_zero(tmp_path, weight):
+    file = write(tmp_path / "a.jsonl", '{"text": "one"}\n')
+    with pytest.raises(DataError, match="the weight of"):
+        open_sources([(file, weight)], tmp_path)
+
+
+def test_what_paths_data_names(tmp_path):
+    a = str(write(tmp_path / "a.jsonl", '{"text": "one"}\n'))
+    rows = [dict(r) for r in ROWS]
+    missing = str(tmp_path / "b.jsonl")
+    for data, want in (
+        (a, [a]),
+        ([a, missing], [a, missing]),
+        ({a: 1, missing: 2}, [a, missing]),
+        ([(a, 1), (rows, 2), ([a, missing], 3)], [a, a, missing]),
+        (rows, []),
+        (iter(rows), []),
+        ("owner/name", []),
+        ("s3://bucket/x", ["s3://bucket/x"]),
+        (datasets.Dataset.from_list(ROWS), []),
+    ):
+        assert paths_of(data) == want
+
+
+def test_a_data_set_with_nested_columns_gives_the_rows_that_it_shows(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "n": i}
+        for i in range(5)
+    ]
+    dataset = datasets.Dataset.from_list(rows)
+    want = [(f"rows:{i}", row) for i, row in enumerate(dataset, 1)]
+    assert rows_of(dataset, tmp_path) == want
+    assert [r["n"] for _, r in rows_of(dataset.select([3, 1]), tmp_path)] == [3, 1]
+    shuffled = dataset.shuffle(seed=1)
+    assert [r["n"] for _, r in rows_of(shuffled, tmp_path)] == shuffled["n"][:]
+    upper = dataset.with_transform(lambda batch: {"n": [-n for n in batch["n"]]})
+    assert [r for _, r in rows_of(upper, tmp_path)] == [{"n": -i} for i in range(5)]
+    dataset.save_to_disk(tmp_path / "saved")
+    saved = datasets.load_from_disk(tmp_path / "saved")
+    assert open_source(saved, tmp_path).fingerprint == open_source(dataset, tmp_path).fingerprint
+    assert open_source(dataset.select([0]), tmp_path).fingerprint != open_source(dataset, tmp_path).fingerprint
+
+
+def test_numpy_values_of_an_iterable_become_lists(tmp_path):
+    import numpy as np
+
+    assert rows_of([{"input_ids": np.arange(3), "n": np.int64(4)}], tmp_path) == [
+        ("rows:1", {"input_ids": [0, 1, 2], "n": 4})
+    ]
+
+
+def test_a_hub_name_is_no_path(tmp_path, monkeypatch):
+    assert _hub_parts("owner/name") == ("owner/name", None, "train")
+    assert _hub_parts("owner/name:config[test]") == ("owner/name", "config", "test")
+    assert _hub_parts("owner/na.me[train[:10%]") is None
+    assert _hub_parts("owner/name[train+test]") == ("owner/name", None, "train+test")
+    for path in ("data/train.jsonl", "./a/b", "a/b/c", "train", "data/x.csv.gz"):
+        assert _hub_parts(path) is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert _hub_parts("runs/name") is None, "a folder of this name is there: a path with a typo"
+
+
+def test_a_hub_data_set_that_is_in_the_cache_is_read_without_a_network(tmp_path, monkeypatch):
+    """`datasets` finds what an earlier download left; the cache is made here from a local file."""
+    import subprocess
+    import sys
+    import textwrap
+
+    write(tmp_path / "src" / "train.jsonl", "".join(json.dumps(r) + "\n" for r in ROWS))
+    code = f"""
+        import os, shutil
+        from pathlib import Path
+        os.environ["HF_DATASETS_CACHE"] = {str(tmp_path / "cache")!r}
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        import datasets
+        datasets.load_dataset({str(tmp_path / "src")!r}, split="train")
+        (made,) = [p for p in Path({str(tmp_path / "cache")!r}).iterdir() if p.is_dir()]
+        made.rename(made.parent / "owner___name")
+        inner, = (made.parent / "owner___name").iterdir()
+        inner.rename(inner.parent / "default")
+        for info in made.parent.glob("owner___name/**/dataset_info.json"):
+            info.write_text(info.read_text().replace(made.name, "name"))
+            (arrow,) = info.parent.glob("*-train.arrow")
+            arrow.rename(arrow.with_name("name-train.arrow"))
+        from data_pipeline.rows import raise_bad
+        from data_pipeline.sources import open_source
+        source = open_source("owner/name", Path({str(tmp_path / "spool")!r}))
+        print([(r.id, r.data["text"]) for r in source.rows(raise_bad)])
+        try:
+            open_source("owner/other", Path("/nowhere"))
+        except Exception as error:
+            print(type(error).__name__, error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "[('owner/name:1', 'one'), ('owner/name:2', 'caf\u00e9')]" in done.stdout
+    assert "DataError there is no file or folder 'owner/other'" in done.stdout
