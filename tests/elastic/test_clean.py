@@ -11,7 +11,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from raycp.commands.clean import clean, clean_run, describe
+from raycp.cli import main
+from raycp.driver.clean import clean_run, describe
 from raycp.driver.keeper_calls import find_keepers
 from raycp.driver.keepers import Keepers
 from raycp.driver.lease import Lease
@@ -93,7 +94,7 @@ def test_a_step_that_is_only_in_memory_is_written_before_its_keepers_end(cluster
 
 def test_discarding_says_what_is_gone(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path, step=5)
-    clean(tmp_path, discard=True)
+    assert main(["clean", str(tmp_path), "--discard"]) == 0
     assert "step 5 was in memory only and is gone" in capsys.readouterr().out
     assert run.alive == 0
     assert newest(tmp_path / "checkpoints").manifest is None
@@ -111,8 +112,9 @@ def test_what_storage_has_is_not_written_again(cluster: Cluster, tmp_path: Path)
 def test_storage_that_refuses_leaves_the_keepers_alone(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("in the way")
     run = Run(tmp_path / "run", step=5, checkpoint_dir=f"{tmp_path}/a file/checkpoints")
-    with pytest.raises(OSError, match="a file"):
+    with pytest.raises(ClusterError, match=r"step 5 cannot be written to .*a file") as caught:
         clean_run(run.folder, discard=False, say=lambda _: None)
+    assert "--discard" in caught.value.fix
     assert run.alive == 2
     clean_run(run.folder, discard=True, say=lambda _: None)
     assert run.alive == 0
@@ -137,21 +139,27 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def command(folder: Path, address: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    words = [sys.executable, "-m", "raycp.cli", "clean", str(folder)]
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_command_finds_the_cluster_by_its_address(cluster: Cluster, tmp_path: Path) -> None:
+    run = Run(tmp_path, step=9)
+    done = command(tmp_path, cluster.address)
+    assert done.returncode == 0, done.stderr
+    assert "step 9 is in memory only: writing it" in done.stdout
+    assert "ended 2 keeper(s)" in done.stdout
+    assert run.alive == 0
+    manifest = newest(tmp_path / "checkpoints").manifest
+    assert manifest is not None
+    assert manifest.step == 9
+
+
 def test_without_a_cluster_the_error_says_where_it_looked(tmp_path: Path) -> None:
     RunRecord(tmp_path).open({}, resume="auto")
-    code = (
-        "import sys; from pathlib import Path; from raycp.commands.clean import clean_run\n"
-        "clean_run(Path(sys.argv[1]), discard=False, say=print)"
-    )
-    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:9"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
+    done = command(tmp_path, "127.0.0.1:9")
+    assert done.returncode == 1
     assert "no Ray cluster answers at '127.0.0.1:9'" in done.stderr
-    assert issubclass(ClusterError, RuntimeError)
+    assert "fix: set RAY_ADDRESS" in done.stderr
