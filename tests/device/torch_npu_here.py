@@ -1,8 +1,8 @@
 """The real torch_npu on a machine without CANN: its wheel in a folder of its own, and stubs for what CANN would bring.
 
 Guarantees: the environment of the tests is left alone, since torch_npu breaks every `import torch` where CANN is
-missing (torch loads it by itself): the wheel lies in build/ and is on the path of subprocesses only. Costs a download of
-44 MB and 10 s once, 1 s for the stubs, and 2-3 s an import.
+missing (torch loads it by itself): the wheel lies in build/ and is on the path of subprocesses only. Costs a download
+of 44 MB and 10 s once, 1 s for the stubs, and 2-3 s an import.
 
 The stubs are shared objects with the names that the wheel's libraries ask for. They hold every C symbol that nobody
 else defines; each returns 0, except those whose answer is read (number of devices, name of the chip, last error).
