@@ -247,17 +247,18 @@ class Exchange:
             self._replicate(slot)
 
     def _replicate(self, slot: Slot) -> None:
-        """Sends a verified image to the peer, to the next peer if that one is lost, until one acknowledges it."""
+        """Sends a verified image to the peer until that one acknowledges it, is replaced, or refuses it for good."""
         with self.changed:
-            if slot.sending:
+            peer = self.peer
+            if peer is None or slot.sending == peer:
                 return
-            slot.sending = True
+            slot.sending = peer  # a thread that hangs at the peer before must not hold this one up
         refused = 0
         while True:
             with self.changed:
-                peer, generation = self.peer, self.generation
-                if self.closed or slot.retired or slot.problem or peer is None or peer in slot.copies:
-                    slot.sending = False  # under the same lock: `assign` either sees this or is seen here
+                generation = self.generation
+                if self.closed or slot.retired or slot.problem or peer in slot.copies or self.peer != peer:
+                    slot.sending = None if slot.sending == peer else slot.sending
                     return
                 self.table.use(slot)
             problem = ""
@@ -265,8 +266,6 @@ class Exchange:
                 self._send(slot, peer, generation)
                 with self.changed:
                     slot.copies.add(peer)
-                    self.changed.notify_all()
-                continue
             except StaleGenerationError:
                 pass  # this keeper will hear of the newer generation, or is the one that nobody wants
             except OSError:
@@ -281,7 +280,8 @@ class Exchange:
                 if self.peer == peer:
                     slot.problem = problem
                 self.changed.notify_all()
-                self.changed.wait_for(lambda p=peer: self.closed or self.peer != p, RETRY_SECONDS)  # type: ignore[misc]
+                if peer not in slot.copies:
+                    self.changed.wait_for(lambda: self.closed or self.peer != peer, RETRY_SECONDS)
 
     def _send(self, slot: Slot, peer: KeeperAddress, generation: int) -> None:
         connection = connect_tcp(peer.host, peer.port, self._secret)

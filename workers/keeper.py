@@ -173,7 +173,7 @@ class Keeper:
         """Waits until the images of all ranks of this node are sealed, verified and replicated.
 
         Returns:
-            Their records in rank order; None after `timeout` seconds.
+            Their records in rank order; None after `timeout` seconds, or once a newer generation is in force.
 
         Raises:
             StaleGenerationError: a newer generation is in force.
@@ -184,7 +184,8 @@ class Keeper:
         exchange = self._exchange
         with self._changed:
             while not self._closed.is_set():
-                exchange.require(generation)
+                if generation < exchange.generation:  # the driver went on and asks again; another one meets the fence
+                    return None
                 if self._ranks is not None and generation == exchange.generation:
                     slots = [self._own(generation, rank, step) for rank in self._ranks]
                     found = [s for s in slots if s is not None]

@@ -91,6 +91,7 @@ class Slot:
         source: the keeper that holds the original of a replica.
         copies: keepers that acknowledged a replica of it.
         users: readers and writers that the image must outlive.
+        sending: the keeper that a replica is being sent to.
         checked: the checksum was compared in this generation.
         problem: why its replica cannot be made.
     """
@@ -110,7 +111,7 @@ class Slot:
     users: int = 0
     retired: bool = False
     checked: bool = False
-    sending: bool = False
+    sending: KeeperAddress | None = None
     problem: str = ""
 
     @property
@@ -133,6 +134,7 @@ class SlotTable:
         """(generation, step) of the newest committed step."""
         self._protected: frozenset[tuple[int, str]] = frozenset()
         self._leaving: list[Slot] = []
+        self._closed = False
         self._spare: dict[tuple[bool, int], list[tuple[Any, Image]]] = {}
 
     @property
@@ -143,7 +145,7 @@ class SlotTable:
 
     def protects(self, slot: Slot) -> bool:
         """Whether the slot belongs to the newest committed step."""
-        return slot.key in self._protected
+        return slot.state is SlotState.VERIFIED and slot.key in self._protected
 
     def find(self, step: int, file: str) -> Slot | None:
         """A verified slot with that shard, the own one before a replica."""
@@ -167,10 +169,11 @@ class SlotTable:
         Raises:
             ClusterError: the step is committed, or older than one that was sealed.
         """
-        if (step, file) in self._protected:
-            raise ClusterError(f"step {step} of rank {rank} is committed and held", fix="copy later steps only")
-        for slot in [s for s in self.slots if s.rank == rank and s.replica == replica and not self.protects(s)]:
-            if slot.state is SlotState.FILLING or slot.generation < generation or slot.step == step:
+        for slot in [s for s in self.slots if s.rank == rank and s.replica == replica]:
+            if self.protects(slot):
+                if slot.key == (step, file):
+                    raise ClusterError(f"step {step} of rank {rank} is committed and held", fix="copy later steps only")
+            elif slot.state is SlotState.FILLING or slot.generation < generation or slot.step == step:
                 self.retire(slot)  # abandoned, of a world that ended, or filled again
             elif slot.step > step:
                 raise ClusterError(f"step {step} of rank {rank} after step {slot.step}", fix="copy later steps only")
@@ -227,7 +230,7 @@ class SlotTable:
         self.newest = (generation, step)
         self._protected = frozenset((step, file) for file in files)
         for slot in list(self.slots):
-            if not self.protects(slot) or slot.state is SlotState.FILLING:
+            if not self.protects(slot):
                 self.retire(slot)
         self._drop_spares()
 
@@ -276,18 +279,16 @@ class SlotTable:
         return spare + [s.image.number for s in (*self.slots, *self._leaving) if s.holder is holder]
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Gives everything back, now or when its last user is done."""
+        self._closed = True
         for slot in list(self.slots):
             self.retire(slot)
-        for slot in self._leaving:
-            slot.image.release()
-        self._leaving = []
         self._drop_spares()
 
     def _recycle(self, slot: Slot) -> None:
         key = (slot.replica, slot.rank)
         held = sum((s.replica, s.rank) == key for s in self.slots) + len(self._spare.get(key, ()))
-        if slot.state is SlotState.VERIFIED and slot.holder is not None and held < 2:
+        if slot.state is SlotState.VERIFIED and slot.holder is not None and held < 2 and not self._closed:
             self._spare.setdefault(key, []).append((slot.holder, slot.image))
         else:
             slot.image.release()

@@ -180,9 +180,11 @@ def play(table: SlotTable, moves: list[tuple[int, int]]) -> None:
             MOVES[move](world, number)
             world.check()
     finally:
+        table.close()
         for slot, _ in world.used:
             table.done(slot)
-        table.close()
+        if type(table) is SlotTable:
+            assert table.bytes == 0
 
 
 @settings(max_examples=300, deadline=None)
