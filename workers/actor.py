@@ -54,6 +54,10 @@ from workers.wire import KeeperAddress
 
 _R = TypeVar("_R")
 _ORPHAN_POLL_SECONDS = 0.5
+_LAST_COPY_SECONDS = 0.5
+"""How long a rank that joins other groups lets the copy of its last step run on: if it ends, no step is redone."""
+_STUCK_COPY_SECONDS = 2.0
+"""How long after an abort a step may go on waiting for its copy to be granted a slot."""
 _FATAL = (NonFiniteError, ConfigError, DataError, ModelError, CheckpointError)
 """Errors that come again when the same step is computed again."""
 
@@ -154,6 +158,7 @@ class TrainWorker:
 
     def _detach(self) -> None:
         if self._snapshots is not None:
+            self._snapshots.wait(_LAST_COPY_SECONDS)
             self._snapshots.close()
             self._snapshots = None
 
@@ -333,6 +338,8 @@ class TrainWorker:
         groups = self._groups
         if groups is None or groups.rendezvous.generation > generation:
             return 0
+        if self._snapshots is not None:  # a step that waits for a slot that nobody will free any more
+            threading.Timer(_STUCK_COPY_SECONDS, self._snapshots.close).start()
         return groups.abort()
 
     def progress(self) -> dict[str, float | int | str]:

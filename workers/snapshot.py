@@ -63,15 +63,15 @@ class SnapshotWriter:
             self._work = (step, state, _event_of(state))
             self._changed.notify_all()
 
-    def wait(self) -> float:
-        """Waits until the copy in progress is made, or cannot be made (`problem`).
+    def wait(self, timeout: float | None = None) -> float:
+        """Waits until the copy in progress is made, or cannot be made (`problem`), at most `timeout` seconds.
 
         Returns:
             Seconds waited: the stall.
         """
         began = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._work is None)
+            self._changed.wait_for(lambda: self._work is None, timeout)
         return time.perf_counter() - began
 
     def close(self) -> None:

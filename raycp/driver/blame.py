@@ -38,10 +38,10 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, RaycpError):
         return f"{type(error).__name__}: {error.message}"
     if isinstance(error, ActorDiedError):
-        text = str(error)
+        text = str(error).split("Some common causes")[0]  # a list of everything that there is
         kind = "its node has died" if "node" in text and "died" in text.split("node")[-1][:40] else "its process died"
         reasons = [w for w in ("OutOfMemory", "SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT") if w in text]
-        return f"{kind}{' (' + ', '.join(reasons) + ')' if reasons else ''}: {_first_lines(text)}"
+        return f"{kind}{' (' + ', '.join(reasons) + ')' if reasons else ''}{_exit(text)}"
     return f"{type(error).__name__}: {_first_lines(str(error))}"
 
 
@@ -52,6 +52,13 @@ def default_fix(error: BaseException) -> str:
     if isinstance(error, RayActorError):
         return "look for the reason in the node's log (out of memory?); run the same command again to continue"
     return "run the same command again to continue from the last checkpoint"
+
+
+def _exit(text: str) -> str:
+    """What Ray says about the end of a process, without the actor's address card."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if "exit" in line.lower() or "oom" in line.lower() or "memory" in line.lower()]
+    return f": {' '.join(told)[:400]}" if told else ""
 
 
 def _first_lines(text: str) -> str:
