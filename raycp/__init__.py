@@ -30,6 +30,7 @@ from raycp.errors import (
     RaycpError,
     WorkerError,
 )
+from raycp.plain_torch import import_torch
 
 if TYPE_CHECKING:
     from raycp.api import FitResult, fit
@@ -61,6 +62,7 @@ def __getattr__(name: str) -> Any:
     """`fit` and `FitResult` bring ray and torch with them: loaded when first asked for (PEP 562)."""
     if name in _LAZY:
         _refuse_shadows()
+        import_torch()
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'raycp' has no attribute {name!r}")
 

@@ -155,6 +155,9 @@ class FitConfig:
     dtype: str = "auto"
     """"bfloat16": fp32 master weights and bf16 compute. "auto": bfloat16 on accelerators, float32 on CPU."""
     device: str = "auto"
+    """What ranks compute on: npu, cuda or cpu. "auto": what the cluster has, in this order."""
+    resource: str | None = None
+    """Ray resource that a rank takes one of, where it is not the device's own (NPU, GPU; CPUs for device="cpu")."""
     workers: int | None = None
     """Ray actors, each with one accelerator (or CPU). Required on an existing cluster."""
     eval_data: Any = None
@@ -183,6 +186,8 @@ class FitConfig:
         found.integer("loss_chunk", self.loss_chunk, 1)
         found.choice("dtype", self.dtype, DTYPES)
         found.choice("device", self.device, DEVICES)
+        if self.resource is not None and (not isinstance(self.resource, str) or self.resource in ("", "CPU")):
+            found.add(f"resource={self.resource!r} is not an accelerator's Ray resource", "set resource='NPU', or None")
         found.choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         _check_parallel(found, self.parallel, self.workers)
         _check_data(found, self.data)

@@ -134,7 +134,7 @@ def _worlds(setup: Setup, spec: RunSpec, packs: Sequence[Sequence[int]]) -> Worl
         config,
         model,
         itemsize=itemsize,
-        accelerator=setup.device.ray_resource is not None,
+        accelerator=setup.device.is_accelerator,
         host_bytes=host_memory()[0],
     )
     limits = world_limits(setup.asked, config)

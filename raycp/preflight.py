@@ -12,11 +12,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from data_pipeline.sources import open_source, paths_of
-from raycp.attention.kernels import DEVICES as KERNEL_DEVICES
 from raycp.config import FitConfig
 from raycp.driver.cluster import (
     ClusterHandle,
     connect,
+    live_nodes,
     resolve_output_dir,
     total_resources,
     will_use_existing_cluster,
@@ -177,7 +177,8 @@ def _check_cluster(config: FitConfig) -> tuple[ClusterHandle | None, DeviceSpec 
         if existing:
             cluster = connect(workers=None)
         resources = total_resources() if existing else local_resources()
-        device = resolve_device(config.device, resources)
+        nodes = [(n.address, n.total) for n in live_nodes()] if existing else [("this machine", resources)]
+        device = resolve_device(config.device, nodes, resource=config.resource)
     except ConfigError:  # no such device name: `config.problems()` lists it
         return cluster, None, config, []
     except ClusterError as error:
@@ -185,13 +186,6 @@ def _check_cluster(config: FitConfig) -> tuple[ClusterHandle | None, DeviceSpec 
     found = capacity_problems(
         config.workers, existing_cluster=existing, resources=resources, resource=device.ray_resource
     )
-    if device.name not in KERNEL_DEVICES:
-        found.append(
-            Problem(
-                f"device={device.name!r}: this version has attention kernels for {', '.join(KERNEL_DEVICES)} only",
-                "set device='cpu'",
-            )
-        )
     if found or config.problems():
         return cluster, device, config, found
     resolved = resolve_workers(config, resources=resources, resource=device.ray_resource)

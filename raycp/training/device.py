@@ -1,14 +1,18 @@
-"""Which accelerator a run uses, and what follows from it: collective back end, Ray resource, visible-devices variable.
+"""Which accelerator a run uses, and what follows from it: one table, and one object for a process's own accelerator.
 
-Guarantees: the answer comes from one table, so that no other file compares device names; torch is imported only when
-a device object is asked for, torch_npu only on an NPU. A driver without accelerators can resolve a cluster's device.
+Guarantees: no other file compares device names; torch is imported only when a device object is asked for, torch_npu
+only in a process that was given an NPU, so that a driver on a machine without accelerators resolves a cluster's device.
+A device that was named and is not there is an error that says what each node has: never a silent run on the CPU.
+`raycp.training.vendor` has the environment variables and group options that go with a device.
 """
 
+import contextlib
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raycp.errors import ClusterError, ConfigError
 
@@ -26,6 +30,7 @@ class DeviceSpec:
         ray_resource: name of the Ray resource that one rank takes one of; None: a rank takes CPUs.
         visible_devices: environment variable that Ray sets to the accelerators of an actor; None on CPU.
         dtype: compute dtype of `FitConfig(dtype="auto")`.
+        ray_leaves: environment variable that tells Ray not to set `visible_devices`.
     """
 
     name: str
@@ -33,65 +38,252 @@ class DeviceSpec:
     ray_resource: str | None
     visible_devices: str | None
     dtype: str
+    ray_leaves: str | None = None
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether ranks compute on something else than the CPU, whatever resource they are counted by."""
+        return self.name != "cpu"
 
 
 _TABLE = {
-    "npu": DeviceSpec("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", "bfloat16"),
-    "cuda": DeviceSpec("cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", "bfloat16"),
+    "npu": DeviceSpec(
+        "npu",
+        "hccl",
+        "NPU",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "bfloat16",
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    ),
+    "cuda": DeviceSpec(
+        "cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", "bfloat16", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    ),
     "cpu": DeviceSpec("cpu", "gloo", None, None, "float32"),
 }
 
+PEAK_FLOPS: Mapping[str, float] = {
+    "Ascend910B": 354e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "V100": 125e12,
+}
+"""Dense bf16 (V100: fp16) FLOP/s by a part of the name that the device gives itself; the longest part that fits counts.
 
-def resolve_device(name: str, cluster_resources: Mapping[str, float]) -> DeviceSpec:
+NVIDIA: data sheets, without sparsity. Ascend910B: the figure that MindSpeed-LLM and verl count with; its SKUs differ
+(910B2: 353e12 by its cores and clock, 301 to 315e12 measured; one listing says 280e12), so measure and override yours:
+`peak_flops(name, {**PEAK_FLOPS, "Ascend910B3": 3.13e14})`.
+"""
+
+
+def peak_flops(sku: str, table: Mapping[str, float] = PEAK_FLOPS) -> float | None:
+    """Peak FLOP/s of a device by its name; None: the table has no such device."""
+    fitting = [part for part in table if part.lower() in sku.lower()]
+    return table[max(fitting, key=len)] if fitting else None
+
+
+def resolve_device(
+    name: str, nodes: Sequence[tuple[str, Mapping[str, float]]], *, resource: str | None = None
+) -> DeviceSpec:
     """The device of a run.
 
     Args:
         name: "cpu", "cuda", "npu", or "auto": NPU if the cluster has one, else GPU, else CPU.
-        cluster_resources: `ray.cluster_resources()`.
+        nodes: (address, Ray resources) of every live node.
+        resource: Ray resource that a rank takes one of; None: the device's own.
 
     Raises:
         ConfigError: the name is not a device.
         ClusterError: the cluster has none of the device that was named.
     """
     if name == "auto":
-        found = [s for s in _TABLE.values() if s.ray_resource and cluster_resources.get(s.ray_resource, 0) >= 1]
-        return found[0] if found else _TABLE["cpu"]
-    if name not in _TABLE:
-        raise ConfigError(f"device={name!r} is not a device", fix="set device to auto, cpu, cuda or npu")
-    spec = _TABLE[name]
-    if spec.ray_resource and cluster_resources.get(spec.ray_resource, 0) < 1:
-        have = {k: v for k, v in cluster_resources.items() if k in ("CPU", "GPU", "NPU")}
+        found = [s for s in _TABLE.values() if s.ray_resource and _total(nodes, s.ray_resource) >= 1]
+        spec = found[0] if found else _TABLE["cpu"]
+    elif name in _TABLE:
+        spec = _TABLE[name]
+    else:
+        raise ConfigError(f"device={name!r} is not a device", fix=f"set device to one of auto, {', '.join(_TABLE)}")
+    if resource is not None:
+        spec = replace(spec, ray_resource=resource)
+    if spec.ray_resource and _total(nodes, spec.ray_resource) < 1:
+        kinds = list(dict.fromkeys(["CPU", "GPU", "NPU", spec.ray_resource]))
+        have = [f"{where} has " + ", ".join(f"{r.get(k, 0):g} {k}" for k in kinds if r.get(k, 0)) for where, r in nodes]
         raise ClusterError(
-            f"device={name!r} needs the Ray resource {spec.ray_resource!r}, and the cluster has {have}",
-            fix=f"start the Ray nodes with their {spec.ray_resource}s visible, or set device='auto' or 'cpu'",
+            f"device={name!r} takes one {spec.ray_resource} a rank, and no node of the cluster offers any: "
+            + ("; ".join(have) or "there is no live node"),
+            fix=f"start the nodes with `ray start --resources='{{\"{spec.ray_resource}\": 8}}'` where Ray does not see "
+            "the devices by itself (docs/ascend.md), or set device='auto' or 'cpu'",
         )
     return spec
 
 
-def torch_device(spec: DeviceSpec, local_index: int = 0) -> "torch.device":
+def _total(nodes: Sequence[tuple[str, Mapping[str, float]]], resource: str) -> float:
+    return sum(resources.get(resource, 0.0) for _, resources in nodes)
+
+
+def local_index(spec: DeviceSpec, assigned: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Index of this actor's accelerator among those that its process sees.
+
+    Ray names accelerators by their physical id, torch by their place in the visible list: with visible 4,5,6,7 the
+    accelerator 6 is torch's number 2.
+
+    Args:
+        spec: of the run.
+        assigned: `ray.get_runtime_context().get_accelerator_ids()[spec.ray_resource]`.
+        environ: of the actor's process.
+
+    Raises:
+        ClusterError: the actor was given none, or one that its process does not see.
+    """
+    if not spec.is_accelerator:
+        return 0
+    if not assigned:
+        raise ClusterError(
+            f"this worker got no {spec.ray_resource} from Ray, so it has no device to compute on",
+            fix=f"check what the node offers with `ray status`: {spec.ray_resource}",
+        )
+    value = environ.get(spec.visible_devices or "")
+    if value is None or not value.strip():
+        return int(assigned[0])  # all of the node are visible, in their own order
+    visible = [x.strip() for x in value.split(",")]
+    if assigned[0] not in visible:
+        raise ClusterError(
+            f"Ray gave this worker {spec.ray_resource} {assigned[0]}, and {spec.visible_devices}={value!r} hides it",
+            fix=f"unset {spec.visible_devices} and {spec.ray_leaves} where Ray is started, so that Ray sets the first",
+        )
+    return visible.index(assigned[0])
+
+
+def torch_device(spec: DeviceSpec, index: int = 0) -> "torch.device":
     """The torch device of this process, made its current device.
 
     Args:
-        local_index: index among the accelerators that this process sees; ignored on CPU.
+        spec: of the run.
+        index: of `local_index`; ignored on CPU.
 
     Raises:
-        ClusterError: this process does not see that accelerator.
+        ClusterError: this process does not see that accelerator, or the package that drives it does not load.
     """
     import torch
 
-    if spec.name == "cpu":
+    if not spec.is_accelerator:
         return torch.device("cpu")
     if spec.name == "npu":
-        importlib.import_module("torch_npu")  # registers torch.npu
+        try:
+            importlib.import_module("torch_npu")  # registers torch.npu
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ClusterError(
+                f"this process was given an NPU, and torch_npu does not load: {error}",
+                fix="install CANN and the torch_npu of this torch on the node, and source CANN's set_env.sh before "
+                "`ray start` (docs/ascend.md)",
+            ) from error
     module = torch.get_device_module(spec.name)
     count = module.device_count() if module.is_available() else 0
-    if local_index >= count:
+    if index >= count:
         raise ClusterError(
-            f"{spec.name} device {local_index} was assigned to this process, which sees {count}",
+            f"{spec.name} device {index} was assigned to this process, which sees {count}",
             fix=f"check the driver on this node and the value of {spec.visible_devices} in its Ray workers",
         )
-    module.set_device(local_index)
-    return torch.device(spec.name, local_index)
+    module.set_device(index)
+    return torch.device(spec.name, index)
+
+
+class Accelerator:
+    """The device of this process, in use.
+
+    Args:
+        spec: of the run.
+        index: of `local_index`.
+
+    Attributes:
+        device: torch's device, made current.
+        module: torch.npu, torch.cuda or torch.cpu.
+
+    Raises:
+        ClusterError: as `torch_device`.
+    """
+
+    def __init__(self, spec: DeviceSpec, index: int = 0) -> None:
+        import torch
+
+        self.spec = spec
+        self.device = torch_device(spec, index)
+        self.module: Any = torch.get_device_module(spec.name)
+
+    @property
+    def sku(self) -> str:
+        """What the device calls itself; "cpu" for a CPU."""
+        return str(self.module.get_device_name(self.device)) if self.spec.is_accelerator else "cpu"
+
+    def peak_flops(self, table: Mapping[str, float] = PEAK_FLOPS) -> float | None:
+        """Peak FLOP/s of this SKU; None where the table does not have it."""
+        return peak_flops(self.sku, table)
+
+    def memory(self) -> tuple[int, int]:
+        """(total, free) bytes of the device; of the host for a CPU."""
+        return device_memory(self.device)
+
+    def synchronize(self) -> None:
+        """Waits for everything that was given to the device."""
+        self.module.synchronize()
+
+    def stream(self) -> Any:
+        """A new stream."""
+        return self.module.Stream()
+
+    def using(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Work inside the block goes to `stream`."""
+        context: contextlib.AbstractContextManager[Any] = self.module.stream(stream)
+        return context
+
+    def rng_state(self) -> "torch.Tensor":
+        """State of the device's generator, uint8 on the host."""
+        import torch
+
+        return self.module.get_rng_state().cpu() if self.spec.is_accelerator else torch.get_rng_state()
+
+    def set_rng_state(self, state: "torch.Tensor") -> None:
+        """The inverse of `rng_state`."""
+        import torch
+
+        (self.module.set_rng_state if self.spec.is_accelerator else torch.set_rng_state)(state)
+
+    def release(self) -> int:
+        """Gives cached memory back. Returns the free bytes then. Call it when no tensor of the old state is alive."""
+        if self.spec.is_accelerator:
+            self.module.synchronize()
+            self.module.empty_cache()
+        return self.memory()[1]
+
+    def check(self) -> None:
+        """Multiplies two small matrices whose product is known: the probe before a device is used again.
+
+        Raises:
+            ClusterError: the device raises, or computes something else.
+        """
+        import torch
+
+        try:
+            left = torch.arange(64.0).reshape(8, 8).to(self.device)
+            found = (left @ torch.eye(8, device=self.device)).sum()
+            self.synchronize()
+            total = float(found.cpu())
+        except RuntimeError as error:
+            raise ClusterError(
+                f"{self.device} ({self.sku}) fails a product of two small matrices: {error}",
+                fix="take the device out of the cluster and look at its driver's log (npu-smi, nvidia-smi)",
+            ) from error
+        if total != 2016.0:
+            raise ClusterError(
+                f"{self.device} ({self.sku}) computes {total} where the sum of 0 .. 63 is 2016",
+                fix="take the device out of the cluster: it computes wrong numbers",
+            )
 
 
 def compute_dtype(name: str) -> "torch.dtype":

@@ -7,7 +7,21 @@ import sys
 import pytest
 
 from raycp.errors import ClusterError, ConfigError
-from raycp.training.device import compute_dtype, device_memory, host_memory, resolve_device, torch_device
+from raycp.training.device import (
+    PEAK_FLOPS,
+    Accelerator,
+    compute_dtype,
+    device_memory,
+    host_memory,
+    local_index,
+    peak_flops,
+    resolve_device,
+    torch_device,
+)
+
+
+def one(resources):
+    return [("10.0.0.1", resources)]
 
 
 @pytest.mark.parametrize(
@@ -15,28 +29,126 @@ from raycp.training.device import compute_dtype, device_memory, host_memory, res
     [({"CPU": 8}, "cpu"), ({"CPU": 8, "GPU": 2}, "cuda"), ({"NPU": 8, "GPU": 1}, "npu"), ({"NPU": 0.0}, "cpu")],
 )
 def test_auto_takes_the_best_of_the_cluster(resources, want):
-    assert resolve_device("auto", resources).name == want
+    assert resolve_device("auto", one(resources)).name == want
 
 
 def test_npu_row():
-    spec = resolve_device("npu", {"NPU": 8})
+    spec = resolve_device("npu", one({"NPU": 8}))
     assert (spec.backend, spec.ray_resource, spec.visible_devices) == ("hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES")
     assert spec.dtype == "bfloat16"
+    assert spec.is_accelerator
     assert pickle.loads(pickle.dumps(spec)) == spec
 
 
-def test_a_device_that_the_cluster_lacks_is_named():
-    with pytest.raises(ClusterError, match=r"'NPU'.*\{'CPU': 4\}") as caught:
-        resolve_device("npu", {"CPU": 4, "memory": 1e9})
+def test_a_device_that_the_cluster_lacks_is_named_with_what_each_node_has():
+    nodes = [("10.0.0.1", {"CPU": 4, "memory": 1e9}), ("10.0.0.2", {"CPU": 8, "GPU": 2})]
+    with pytest.raises(ClusterError) as caught:
+        resolve_device("npu", nodes)
+    assert "takes one NPU a rank" in str(caught.value)
+    assert "10.0.0.1 has 4 CPU; 10.0.0.2 has 8 CPU, 2 GPU" in str(caught.value)
     assert "device='auto'" in caught.value.fix
+    with pytest.raises(ClusterError, match="no live node"):
+        resolve_device("cuda", [])
     with pytest.raises(ConfigError):
-        resolve_device("tpu", {})
+        resolve_device("tpu", [])
+
+
+def test_cpu_ranks_counted_by_another_resource():
+    spec = resolve_device("cpu", one({"CPU": 4, "NPU": 8}), resource="NPU")
+    assert (spec.name, spec.backend, spec.ray_resource, spec.dtype) == ("cpu", "gloo", "NPU", "float32")
+    assert not spec.is_accelerator
+    assert local_index(spec, ["7"], {}) == 0
+    with pytest.raises(ClusterError, match="takes one NPU a rank"):
+        resolve_device("cpu", one({"CPU": 4}), resource="NPU")
+
+
+NPU = resolve_device("npu", one({"NPU": 8}))
+
+
+@pytest.mark.parametrize(
+    ("assigned", "environ", "want"),
+    [
+        (["6"], {"ASCEND_RT_VISIBLE_DEVICES": "6"}, 0),  # Ray sets it
+        (["6"], {}, 6),  # Ray leaves it, all are visible
+        (["6"], {"ASCEND_RT_VISIBLE_DEVICES": ""}, 6),
+        (["6"], {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6,7"}, 2),  # Ray leaves it, the node has four of eight
+        (["12"], {"ASCEND_RT_VISIBLE_DEVICES": "2, 12"}, 1),
+    ],
+)
+def test_physical_id_to_index(assigned, environ, want):
+    assert local_index(NPU, assigned, environ) == want
+
+
+def test_an_actor_without_its_device_is_told_so():
+    with pytest.raises(ClusterError, match="got no NPU"):
+        local_index(NPU, [], {})
+    with pytest.raises(ClusterError, match="hides it") as caught:
+        local_index(NPU, ["3"], {"ASCEND_RT_VISIBLE_DEVICES": "4,5"})
+    assert "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES" in caught.value.fix
+
+
+def test_an_npu_process_without_torch_npu_is_an_error_and_not_a_cpu_run():
+    with pytest.raises(ClusterError, match="torch_npu does not load"):
+        torch_device(NPU, 0)
+
+
+def test_a_gpu_that_is_not_there_is_an_error_and_not_a_cpu_run():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ClusterError, match="which sees 0"):
+        torch_device(resolve_device("cuda", one({"GPU": 1})), 0)
+
+
+@pytest.mark.parametrize(
+    ("sku", "want"),
+    [
+        ("Ascend910B3", 354e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("a toaster", None),
+    ],
+)
+def test_peak_flops(sku, want):
+    assert peak_flops(sku) == want
+
+
+def test_a_user_may_know_better():
+    assert peak_flops("Ascend910B3", {**PEAK_FLOPS, "Ascend910B3": 3.13e14}) == 3.13e14
+    assert peak_flops("Ascend910B2", {**PEAK_FLOPS, "Ascend910B3": 3.13e14}) == 354e12
+
+
+def test_the_interface_on_a_cpu():
+    import torch
+
+    used = Accelerator(resolve_device("cpu", []))
+    assert (used.sku, used.device, used.module) == ("cpu", torch.device("cpu"), torch.cpu)
+    assert used.memory() == (host_memory()[0], used.memory()[1])
+    state = used.rng_state()
+    first = torch.rand(3)
+    used.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    with used.using(used.stream()):
+        used.synchronize()
+    assert used.release() > 0
+    used.check()
+
+
+def test_a_device_that_computes_wrong_numbers_is_not_used_again(monkeypatch):
+    import torch
+
+    used = Accelerator(resolve_device("cpu", []))
+    monkeypatch.setattr(torch, "eye", lambda n, device: torch.ones(n, n))
+    with pytest.raises(ClusterError, match="computes wrong numbers"):
+        used.check()
 
 
 def test_cpu_device_memory_and_dtype():
     import torch
 
-    device = torch_device(resolve_device("cpu", {}), 3)
+    device = torch_device(resolve_device("cpu", []), 3)
     assert device == torch.device("cpu")
     total, available = host_memory()
     assert 0 < available <= total
@@ -47,7 +159,14 @@ def test_cpu_device_memory_and_dtype():
 
 
 @pytest.mark.parametrize(
-    "module", ["raycp.training", "raycp.training.device", "raycp.training.spec", "raycp.training.check"]
+    "module",
+    [
+        "raycp.training",
+        "raycp.training.device",
+        "raycp.training.vendor",
+        "raycp.training.spec",
+        "raycp.training.check",
+    ],
 )
 def test_the_driver_side_loads_no_torch(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
