@@ -22,6 +22,8 @@ from raycp.training.state import State
 from raycp.training.tensorfile import ImageLayout, image_layout
 from workers.wire import Connection, KeeperAddress, accepted, connect_unix
 
+_CLOSED = "the writer was closed"
+
 
 class SnapshotWriter:
     """Sends the snapshots of one rank of one generation to the node's keeper.
@@ -78,6 +80,7 @@ class SnapshotWriter:
         """Abandons what is in progress and frees the memory maps; idempotent, from any thread, at any time."""
         with self._changed:
             self._closed = True
+            self.problem = self.problem or _CLOSED
             if self._connection is not None:
                 self._connection.close()
             self._changed.notify_all()
@@ -107,8 +110,7 @@ class SnapshotWriter:
             with self._changed:
                 self._closed = True
                 self._work = None
-                if self.problem is None:
-                    self.problem = "the writer was closed"
+                self.problem = self.problem or _CLOSED
                 if self._connection is not None:
                     self._connection.close()
                 self._images.clear()  # the maps go with their last view
@@ -147,7 +149,7 @@ class SnapshotWriter:
         image[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
         for name, (start, stop) in layout.places.items():
             if self._closed:
-                raise ConnectionError("the writer was closed")
+                raise ConnectionError(_CLOSED)
             rows, target = state[name][1].detach(), image[start:stop]
             if rows.device.type == "cpu" and rows.is_contiguous():  # one memcpy, no pool of threads for it
                 np.copyto(target, rows.view(-1).view(torch.uint8).numpy())

@@ -1,0 +1,142 @@
+"""Which step the keepers hold whole, where replicas go, what it costs: pure functions."""
+
+import dataclasses
+
+import pytest
+
+from raycp.driver.copies import newest_point, replica_homes, snapshot_budget
+from raycp.training.manifest import Manifest, ShardEntry, ShardRecord, shard_file
+from tests.snapshots import manifest_of
+from workers.keeper import HeldShard, Inventory
+from workers.wire import KeeperAddress
+
+A, B, C = (KeeperAddress(node_id=n, host="h", port=i, unix=n) for i, n in enumerate("abc"))
+
+
+def record(rank: int, world: int = 2, *, generation: int = 1, crc32: int = 7) -> ShardRecord:
+    entry = ShardEntry(name="w", shape=(world, 3), dtype="float32", start=rank, stop=rank + 1)
+    return ShardRecord(file=shard_file(generation, rank), bytes=100, crc32=crc32, entries=(entry,))
+
+
+def shard(rank: int, step: int, *, replica: bool = False, generation: int = 1, crc32: int = 7) -> HeldShard:
+    return HeldShard(
+        step=step,
+        generation=generation,
+        rank=rank,
+        replica=replica,
+        replicated=True,
+        record=record(rank, generation=generation, crc32=crc32),
+    )
+
+
+def committed(step: int, *, generation: int = 1) -> Manifest:
+    return manifest_of(step, [record(r, generation=generation) for r in range(2)], generation=generation)
+
+
+def inventory(*shards: HeldShard, manifests: tuple[Manifest, ...] = ()) -> Inventory:
+    return Inventory(generation=1, shards=shards, manifests=manifests, bytes=0)
+
+
+def test_nothing_is_held() -> None:
+    assert newest_point({}, run_id="run") is None
+    assert newest_point({A: inventory(), B: inventory()}, run_id="run") is None
+    assert newest_point({A: inventory(manifests=(committed(3),))}, run_id="run") is None
+
+
+def test_the_newest_committed_step_with_the_original_first_among_its_holders() -> None:
+    held = {
+        A: inventory(shard(0, 3), shard(1, 3, replica=True), shard(0, 2), manifests=(committed(2), committed(3))),
+        B: inventory(shard(1, 3), shard(0, 3, replica=True), shard(1, 2), manifests=(committed(2),)),
+    }
+    point = newest_point(held, run_id="run")
+    assert point is not None
+    assert point.manifest == committed(3)
+    assert point.holders == {shard_file(1, 0): [A, B], shard_file(1, 1): [B, A]}
+
+
+def test_a_lost_node_is_made_up_for_by_its_replicas_and_both_of_a_pair_by_an_older_step() -> None:
+    a = inventory(shard(0, 3), shard(1, 3, replica=True), manifests=(committed(2), committed(3)))
+    point = newest_point({A: a}, run_id="run")
+    assert point is not None
+    assert point.holders == {shard_file(1, 0): [A], shard_file(1, 1): [A]}
+    torn = inventory(shard(0, 3), shard(0, 2), shard(1, 2, replica=True), manifests=(committed(2), committed(3)))
+    older = newest_point({A: torn}, run_id="run")
+    assert older is not None
+    assert older.manifest == committed(2)
+    assert newest_point({A: inventory(shard(0, 3), manifests=(committed(3),))}, run_id="run") is None
+
+
+def test_a_complete_step_counts_although_nobody_committed_it() -> None:
+    held = {A: inventory(shard(0, 4), shard(0, 3), manifests=(committed(3),)), B: inventory(shard(1, 4), shard(1, 3))}
+    point = newest_point(held, run_id="run")
+    assert point is not None
+    made = dataclasses.replace(committed(4), cursor={}, grid={}, extra={})
+    assert point.manifest == made
+    without = newest_point(held, run_id="run", known=())
+    assert without is not None
+    assert without.manifest == committed(3)
+    assert newest_point(held, run_id="run", known=(4,)) == point
+    half = {A: held[A], B: inventory(shard(1, 3))}
+    older = newest_point(half, run_id="run")
+    assert older is not None
+    assert older.manifest.step == 3
+
+
+def test_two_versions_of_a_shard_are_no_step() -> None:
+    held = {A: inventory(shard(0, 4), shard(1, 4, replica=True)), B: inventory(shard(1, 4, crc32=8))}
+    assert newest_point(held, run_id="run") is None
+
+
+def test_a_shard_with_another_checksum_than_the_manifest_says_does_not_count() -> None:
+    held = {A: inventory(shard(0, 3, crc32=9), shard(1, 3), manifests=(committed(3),))}
+    assert newest_point(held, run_id="run") is None
+
+
+def test_a_later_generation_is_newer_whatever_its_step() -> None:
+    held = {
+        A: inventory(
+            shard(0, 9),
+            shard(1, 9),
+            shard(0, 5, generation=2),
+            shard(1, 5, generation=2),
+            manifests=(committed(9), committed(5, generation=2)),
+        )
+    }
+    point = newest_point(held, run_id="run")
+    assert point is not None
+    assert point.manifest.age == (2, 5)
+
+
+def test_a_step_that_a_newer_generation_took_over_keeps_its_shards() -> None:
+    taken = dataclasses.replace(committed(3), generation=2)
+    point = newest_point({A: inventory(shard(0, 3), shard(1, 3), manifests=(taken,))}, run_id="run")
+    assert point is not None
+    assert point.manifest == taken
+
+
+@pytest.mark.parametrize(
+    ("with_ranks", "nodes", "homes"),
+    [
+        ("ab", "ab", {"a": "b", "b": "a"}),
+        ("bca", "abc", {"b": "c", "c": "a", "a": "b"}),
+        ("a", "a", {"a": None}),
+        ("b", "abc", {"a": None, "b": "a", "c": None}),
+        ("ab", "abc", {"a": "b", "b": "a", "c": None}),
+        ("", "ab", {"a": None, "b": None}),
+    ],
+)
+def test_replicas_go_to_the_next_node_with_ranks(with_ranks: str, nodes: str, homes: dict[str, str | None]) -> None:
+    assert replica_homes(list(with_ranks), list(nodes)) == homes
+
+
+def test_the_budget_counts_five_images_a_rank_on_several_nodes_and_three_on_one() -> None:
+    gib = 2**30
+    several = snapshot_budget(8 * gib, ranks_on_node=2, world=4, nodes=2, available=20 * gib)
+    assert (several.image, several.needed, several.fits) == (2 * gib, 20 * gib, True)
+    alone = snapshot_budget(8 * gib, ranks_on_node=4, world=4, nodes=1, available=24 * gib)
+    assert (alone.needed, alone.fits) == (24 * gib, True)
+    over = snapshot_budget(8 * gib, ranks_on_node=2, world=4, nodes=2, available=20 * gib - 1)
+    assert not over.fits
+    assert "need 20.0 GiB on a node with 2 rank(s) (5 x 2.00 GiB for each)" in over.message
+    assert "elastic.checkpoint_every" in over.message
+    assert snapshot_budget(10, ranks_on_node=1, world=3, nodes=1, available=100).image == 4
