@@ -1,6 +1,5 @@
 """Several Ray nodes (on one host): the driver on a node without workers, ranks in node order, one group a node."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,15 +63,6 @@ def test_a_run_over_two_nodes_with_the_driver_on_a_third(
     nodes = [n.node_id for n in live_nodes() if n.total.get("CPU")]
     assert where == {"0": nodes[0], "1": nodes[0], "2": nodes[1], "3": nodes[1]}
     assert ray.get_runtime_context().get_node_id() not in nodes
-
-
-def test_a_device_without_a_kernel_is_refused_before_any_worker_starts(
-    cluster: Cluster, inputs: dict[str, Any], tmp_path: Path
-) -> None:
-    settings = dataclasses.replace(config(workers=4, cp=2), device="npu")
-    with pytest.raises(raycp.ConfigError, match="attention kernels for cpu only"):
-        raycp.fit(**inputs, output_dir=tmp_path, config=settings)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_shared_is_named_with_its_nodes(
