@@ -6,6 +6,7 @@
 * `attention_speed`: against bare kernels, PyTorch's ring, DeepSpeed Ulysses, and one process
 * `scaling`: how cost grows with tokens, documents and ranks
 * `end_to_end`: a tiny Llama against DeepSpeed
+* `detection`: how long Ray takes to see a dead or frozen node, by its health-check settings
 * `auto_regret`: what "auto" chose against the best that could have been chosen
 
 `report`, `packs`, `meters`, `rounds` and `peers` are shared by them.

@@ -127,12 +127,11 @@ class UrlStorage(Storage):
         """File systems raise errors of their own libraries, or ones without a number: callers know `OSError`."""
         try:
             yield
-        except FileNotFoundError:
-            raise
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            number = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
+            kinds = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
+            number = next((n for kind, n in kinds.items() if isinstance(error, kind)), errno.EIO)
             raise OSError(number, f"{type(error).__name__}: {error}", f"{self.where}/{name}") from error
 
 

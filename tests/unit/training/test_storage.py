@@ -69,8 +69,9 @@ def test_folders_are_made_listed_renamed_and_deleted(storage):
 
 def test_missing_files_and_short_ranges_are_errors(storage):
     storage.write("a", [b"123"])
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError) as caught:
         storage.read("b")
+    assert caught.value.errno == errno.ENOENT
     with pytest.raises(OSError, match="4 bytes were asked for, 2 came"):
         storage.read_range("a", 1, 5)
 
