@@ -172,6 +172,8 @@ def _build(
     meter = _Meter(jobs, reports, progress)
     worker.on_rows = meter.rows if progress is not None else None
     missing = [job for job in jobs if job.index not in reports]
+    for job in missing:  # torn, or of other bytes
+        shutil.rmtree(place / job.name, ignore_errors=True)
     try:
         for index, report in run(worker, missing):
             reports[missing[index].index] = report

@@ -139,15 +139,20 @@ class PartWorker:
                 line = {"row": row, "problem": error.message[:_SHOWN], "fix": error.fix}
                 skipped.write(json.dumps(line) + "\n")
 
-            bad: BadRow = note if recipe.on_bad_row == "skip" else raise_bad
+            def note_unread(error: DataError) -> None:
+                report.rows += 1
+                note(error)
+
+            skip = recipe.on_bad_row == "skip"
+            bad: BadRow = note if skip else raise_bad
             with skipped:
-                for batch in _batches(read_part(job.part, bad), recipe.parser(), bad, report):
+                rows = read_part(job.part, note_unread if skip else raise_bad)
+                for batch in _batches(rows, recipe.parser(), bad, report):
                     for document in renderer.render_batch(batch, bad):
                         for kept in overflow.apply(document):
                             writer.append(kept)
                     if self.on_rows is not None:
                         self.on_rows(len(batch))
-            report.rows += report.skipped
             report.rows_cut, report.mask = renderer.rows_cut, renderer.mask_source()
             report.overflow = asdict(overflow.report)
             writer.commit_part(key=self.key, report={"key": job.key(self.key), "part": asdict(report)})
@@ -165,16 +170,16 @@ def combined(reports: list[PartReport]) -> OverflowReport:
 def _batches(
     rows: Iterator[Row], parse: Parser, bad: BadRow, report: PartReport
 ) -> Iterator[list[tuple[str, Example]]]:
-    """Examples, a few hundred or about a megabyte of text at a time; `report.rows` counts those that were yielded."""
+    """Examples, a few hundred or about a megabyte of text at a time; `report.rows` counts the rows."""
     batch: list[tuple[str, Example]] = []
     characters = 0
     for row in rows:
+        report.rows += 1
         try:
             example = parse(row)
         except DataError as error:
             bad(error)
             continue
-        report.rows += 1
         batch.append((row.id, example))
         characters += num_characters(example)
         if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:

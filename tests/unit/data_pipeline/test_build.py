@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -198,3 +199,193 @@ def test_importing_the_package_is_light():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+# -- formats and sources together -----------------------------------------------------------------------------------
+
+
+def test_sources_of_different_formats_each_by_its_own(tmp_path):
+    chats = write(tmp_path / "chats.jsonl", CHATS)
+    texts = write(tmp_path / "texts.jsonl", TEXTS)
+    store = run({chats: 1, texts: 1}, tmp_path / "s", seq_length=256)
+    assert contents(store) == contents(run(chats, tmp_path / "a")) + contents(run(texts, tmp_path / "b"))
+    facts = [(s["name"], s["format"], s["train_on"], s["rows"]) for s in store.report["sources"]]
+    assert facts == [(chats, "messages", "assistant", 7), (texts, "text", "all", 5)]
+    assert store.report["format"] == "messages + text"
+    text = describe(store, plan_packs(store.lengths, seq_length=256))
+    assert "messages, 7 rows" in text
+    assert "text, 5 rows" in text
+
+
+@pytest.mark.parametrize(
+    ("weight", "counts"), [(2, [2] * 5), (0.4, [0, 0, 0, 1, 1]), (1.6, [1, 1, 2, 2, 2]), (0.01, [1])]
+)
+def test_a_weight_is_how_often_rows_are_seen(tmp_path, weight, counts):
+    chats, texts = write(tmp_path / "c.jsonl", CHATS), write(tmp_path / "t.jsonl", TEXTS)
+    store = run({chats: 1, texts: weight}, tmp_path / "s", seq_length=256)
+    seen = [store.row_id(i) for i in range(len(store))]
+    assert [seen.count(f"{chats}:{i}") for i in range(1, 8)] == [1] * 7
+    assert sorted(seen.count(f"{texts}:{i}") for i in range(1, 6)) == ([0] * (5 - len(counts)) + counts)
+    by_row = {store.row_id(i): store.document(i).ids.tolist() for i in range(len(store))}
+    plain = run(texts, tmp_path / "p", seq_length=256)
+    assert all(by_row.get(plain.row_id(i), ids) == ids for i, (ids, _) in enumerate(contents(plain)))
+    assert store.num_tokens == sum(len(store.document(i)) for i in range(len(store)))
+    assert store.num_targets.sum() == sum(store.document(i).num_targets for i in range(len(store)))
+    again = run({chats: 1, texts: weight}, tmp_path / "other", seq_length=256)
+    assert again.fingerprint == store.fingerprint
+    assert run({chats: 1, texts: weight + 1}, tmp_path / "s", seq_length=256).fingerprint != store.fingerprint
+
+
+def test_token_rows_and_packed_rows(tmp_path):
+    rows = [{"input_ids": [5, 6, 7, 9, 8, 9]}, {"input_ids": [4, 9]}]
+    store = run(rows, tmp_path / "s", eod_token_id=9)
+    assert contents(store) == [([5, 6, 7, 9], [6, 7, 9, -100]), ([8, 9], [9, -100]), ([4, 9], [9, -100])]
+    assert [store.row_id(i) for i in range(3)] == ["rows:1#1", "rows:1#2", "rows:2"]
+    weighted = run([{"input_ids": [5, 6, 7], "weights": [1, 2, 0.5]}], tmp_path / "w")
+    assert weighted.document(0).weights.tolist() == [2, 0.5, 1]
+    assert weighted.target_weights.tolist() == [2.5]
+    with pytest.raises(DataError, match="rows:1: input_ids holds 5000"):
+        run([{"input_ids": [5000, 1]}], tmp_path / "x")
+
+
+def test_columns_and_eod_are_part_of_the_key(tmp_path):
+    file = write(tmp_path / "a.jsonl", [{"a": "one two", "b": "three four"}])
+    one = run(file, tmp_path / "s", columns="prompt=a, completion=b")
+    other = run(file, tmp_path / "s", columns="prompt=b, completion=a")
+    assert contents(one) != contents(other)
+    assert one.report["format"] == "prompt_completion"
+
+
+# -- bad rows -------------------------------------------------------------------------------------------------------
+
+BAD = [
+    {"messages": []},
+    {"messages": [{"role": "user", "content": None}]},
+    {"messages": chat("no answer")},
+    {"messages": [{"role": "robot", "content": "x"}]},
+    {"other": 1},
+]
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_bad_rows_are_skipped_counted_and_listed(tmp_path, place):
+    rows = CHATS[:place] + BAD + CHATS[place:]
+    file = tmp_path / "a.jsonl"
+    write(file, rows)
+    file.write_text(file.read_text() + '{"messages": \n')
+    store = run(str(file), tmp_path / "s", on_bad_row="skip", format="messages")
+    assert contents(store) == contents(run(CHATS, tmp_path / "t"))
+    report = store.report
+    assert (report["rows"], report["skipped"], report["documents"]) == (13, 6, 7)
+    lines = [json.loads(line) for line in Path(report["skipped_file"]).read_text().splitlines()]
+    assert {line["row"] for line in lines} == {f"{file}:{n}" for n in [*range(place + 1, place + 6), 13]}
+    assert all(line["problem"] and line["fix"] for line in lines)
+    assert f"skipped   6 rows that cannot be used: {report['skipped_file']}" in describe(
+        store, plan_packs(store.lengths, seq_length=64)
+    )
+    with pytest.raises(DataError, match=f"{file}:{place + 1}: "):
+        run(str(file), tmp_path / "s", format="messages")
+
+
+def test_if_no_row_is_left_the_first_problem_is_said(tmp_path):
+    with pytest.raises(DataError, match=r"none of 2 rows can be used; the first problem: rows:1: messages is an empty"):
+        run(BAD[:2], tmp_path / "s", on_bad_row="skip")
+    file = tmp_path / "a.jsonl"
+    file.write_text("{\n{\n")
+    with pytest.raises(DataError, match=rf"data has 0 rows: {file}:1: broken JSON"):
+        run(str(file), tmp_path / "s", on_bad_row="skip")
+
+
+def test_a_template_that_cannot_be_trained_with_is_no_bad_row(tmp_path):
+    with pytest.raises(ModelError, match="no end-of-turn token"):
+        run(CHATS, tmp_path / "s", on_bad_row="skip", chat_template=tiny.NO_STOP)
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr("data_pipeline.readers.PART_BYTES", 2000)
+    monkeypatch.setattr("data_pipeline.readers._BLOCK", 500)
+
+
+@pytest.fixture
+def many(tmp_path) -> str:
+    return write(tmp_path / "many.jsonl", [{"text": f"number {i} " + "one two " * (i % 17)} for i in range(300)])
+
+
+def parts_of(store) -> list[str]:
+    return sorted(p.name for p in store.folder.glob("part-*"))
+
+
+def test_parts_do_not_show(tmp_path, many, request):
+    whole = run(many, tmp_path / "s")
+    request.getfixturevalue("small_parts")
+    cut = run(many, tmp_path / "t")
+    assert len(parts_of(cut)) > 5 > len(parts_of(whole)) == 1
+    assert contents(cut) == contents(whole)
+    assert cut.fingerprint == whole.fingerprint
+    assert [cut.row_id(i) for i in range(len(cut))] == [whole.row_id(i) for i in range(len(whole))]
+    assert cut.report["rows"] == whole.report["rows"] == 300
+    assert contents(run([json.loads(x) for x in Path(many).read_text().splitlines()], tmp_path / "u")) == contents(
+        whole
+    )
+
+
+def test_parts_made_in_any_order_are_the_same(tmp_path, many, small_parts):
+    def backwards(function, items):
+        for index in reversed(range(len(items))):
+            yield index, function(items[index])
+
+    one = run(many, tmp_path / "s")
+    two = build_store(many, make_tokenizer(), seq_length=64, config=DataConfig(), folder=tmp_path / "t", run=backwards)
+    assert contents(one) == contents(two)
+    assert one.fingerprint == two.fingerprint
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_preparation_that_was_killed_goes_on_with_the_parts_that_are_missing(tmp_path, many, small_parts, stop):
+    done: list[str] = []
+
+    def killed(function, items):
+        for index, item in enumerate(items):
+            if hasattr(item, "name") and item.name.startswith("part-"):
+                if len(done) == stop:
+                    raise KeyboardInterrupt
+                done.append(item.name)
+            yield index, function(item)
+
+    def settings(run):
+        return {"seq_length": 64, "config": DataConfig(), "folder": tmp_path / "s", "run": run}
+
+    with pytest.raises(KeyboardInterrupt):
+        build_store(many, make_tokenizer(), **settings(killed))
+    (folder,) = [p for p in (tmp_path / "s").iterdir() if p.is_dir() and p.name != "spool"]
+    stamps = {p.name: (p / META).stat().st_mtime_ns for p in folder.glob("part-*")}
+    assert sorted(stamps) == sorted(done)
+    torn = folder / done[0]
+    (torn / "ids.bin").write_bytes(b"")
+    made: list[str] = []
+
+    def counted(function, items):
+        for index, item in enumerate(items):
+            made.append(getattr(item, "name", ""))
+            yield index, function(item)
+
+    store = build_store(many, make_tokenizer(), **settings(counted))
+    assert contents(store) == contents(run(many, tmp_path / "t"))
+    assert done[0] in made, "a torn part is made again"
+    assert not set(done[1:]) & set(made)
+    assert {n: (store.folder / n / META).stat().st_mtime_ns for n in done[1:]} == {n: stamps[n] for n in done[1:]}
+
+
+def test_a_part_of_other_bytes_is_not_taken_for_it(tmp_path, many, small_parts):
+    store = run(many, tmp_path / "s")
+    names = parts_of(store)
+    want = contents(store)
+    (store.folder / META).unlink()
+    (store.folder / names[1]).rename(tmp_path / "aside")
+    (store.folder / names[2]).rename(store.folder / names[1])
+    (tmp_path / "aside").rename(store.folder / names[2])
+    assert contents(run(many, tmp_path / "s")) == want

@@ -98,3 +98,29 @@ def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     """Messages of alternating user and assistant turns."""
     head = [] if system is None else [{"role": "system", "content": system}]
     return head + [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+MISTRAL = (  # one BOS, the system prompt inside the last question, no space before [INST]
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\n\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+    "{{ bos_token }}{% for m in turns %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + (system if loop.first else '') + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant roles after the system message') }}{% endif %}{% endfor %}"
+)
+THINKING = (  # as Qwen writes: reasoning in front of the last answer, tools, and tags around what the model writes
+    "{% if tools %}{{ '<|im_start|>system\n# Tools\n' }}{% for t in tools %}{{ t | tojson }}{{ '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}"
+    "{% if m['reasoning_content'] is defined and loop.last %}"
+    "{{ '<think>\n' + m['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '<tool_call>\n' }}{{ call['function'] | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% elif m['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + m['content'] + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
