@@ -6,12 +6,14 @@ and a line in `COMMANDS`. Field docstrings are the help texts; parts of `raycp.c
 
     inspect    what a run would see of its data
     clean      ends the keepers of a stopped run
+    doctor     what this machine has to train with, and what is missing
 """
 
 from collections.abc import Callable
 from typing import Protocol
 
 from raycp.commands.clean import Clean
+from raycp.commands.doctor import Doctor
 from raycp.commands.inspect import Inspect
 
 
@@ -22,5 +24,5 @@ class Command(Protocol):
         """Does the work; returns the exit code."""
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {"inspect": Inspect, "clean": Clean}
+COMMANDS: dict[str, Callable[..., Command]] = {"inspect": Inspect, "clean": Clean, "doctor": Doctor}
 """Name of the sub-command -> its options."""
