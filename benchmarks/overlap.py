@@ -4,9 +4,6 @@ Ranks are threads in memory that run the executors of a real run. A message arri
 whatever the receiver does meanwhile, so only a schedule that posts before it computes can hide it. Two settings: two
 ranks with the real kernel, one core each, on one long document; and rings whose kernel takes a fixed time without a
 core, as an accelerator's does, so that ranks do not compete for cores.
-
-In backward the gradients of the last block go back when nothing is left to compute, so one message of a step shows: the
-less, the more ranks there are. It is also printed apart.
 """
 
 import sys

@@ -19,6 +19,7 @@ _RENAMED = {("optim", "name"): "optimizer"}
 _CHOICES = {
     "algorithm": choices.ALGORITHMS,
     "layout": choices.LAYOUTS,
+    "kv_cache": choices.KV_CACHES,
     "device": choices.DEVICES,
     "dtype": choices.DTYPES,
     "format": choices.FORMATS,
@@ -28,6 +29,9 @@ _CHOICES = {
     "optimizer": choices.OPTIMIZERS,
     "schedule": choices.SCHEDULES,
     "resume": choices.RESUMES,
+    "on_loss": choices.ON_LOSS,
+    "on_bad_row": choices.BAD_ROWS,
+    "local_copy": choices.LOCAL_COPIES,
     "activation_checkpointing": choices.CHECKPOINTING,
 }
 

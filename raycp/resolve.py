@@ -139,7 +139,25 @@ def cost_model(config: FitConfig, model: Any, *, device: str, itemsize: int) -> 
     )
 
 
-def resolve_grid(config: FitConfig, model: Any, cost: CostModel, *, packs: Sequence[Sequence[int]] = ()) -> GridChoice:
+def placed_cost(config: FitConfig, cost: CostModel, node_ranks: Sequence[int]) -> CostModel:
+    """The figures with the size of the nodes that ranks are placed on, unless `config.parallel.cost` gives one.
+
+    Args:
+        config: as the user gave it.
+        cost: of `cost_model`.
+        node_ranks: ranks of each node, in the order of the ranks; empty: not known.
+    """
+    return cost if "ranks_per_node" in config.parallel.cost else cost.on_nodes(node_ranks)
+
+
+def resolve_grid(
+    config: FitConfig,
+    model: Any,
+    cost: CostModel,
+    *,
+    packs: Sequence[Sequence[int]] = (),
+    node_ranks: Sequence[int] = (),
+) -> GridChoice:
     """The shape of the world: ring x Ulysses as asked for, or what the figures say.
 
     Args:
@@ -147,6 +165,7 @@ def resolve_grid(config: FitConfig, model: Any, cost: CostModel, *, packs: Seque
         model: transformers configuration.
         cost: of `cost_model`.
         packs: ends of the documents of typical packs; none: one document of `seq_length` tokens.
+        node_ranks: as in `placed_cost`.
 
     Raises:
         PlanError: nothing fits what was asked for, such as more Ulysses ranks than query heads.
@@ -160,13 +179,14 @@ def resolve_grid(config: FitConfig, model: Any, cost: CostModel, *, packs: Seque
         heads,
         kv_heads,
         config.seq_length,
-        cost,
+        placed_cost(config, cost, node_ranks),
         packs=packs,
         algorithm=p.algorithm,
         ulysses=p.ulysses if isinstance(p.ulysses, int) else None,
         window=p.window,
         layout=p.layout,
         dp=p.dp,
+        kv_cache=p.kv_cache,
     )
 
 

@@ -153,6 +153,7 @@ def choose_grid(
     window: int | None = 1,
     layout: str = "auto",
     dp: int = 1,
+    kv_cache: str = "none",
 ) -> GridChoice:
     """Chooses ring x Ulysses for a run.
 
@@ -168,6 +169,7 @@ def choose_grid(
         window: inner ring length that was asked for; None: any.
         layout: as asked for.
         dp: data-parallel replicas.
+        kv_cache: what is kept of other ranks' K and V; not "none": there must be a ring.
 
     Raises:
         PlanError: no factorisation is left.
@@ -184,10 +186,18 @@ def choose_grid(
             f"{num_heads} query heads: no ring x ulysses = {cp} fits",
             fix="let ulysses divide cp and not exceed the query heads, or leave algorithm and ulysses on 'auto'",
         )
+    kept = kv_cache != "none"
+    shapes = [(r, u, w) for r, u, w in shapes if not kept or r > 1 or u == 1]
+    if not shapes:
+        raise PlanError(
+            f"kv_cache={kv_cache!r} with algorithm={algorithm!r}, cp={cp} and ulysses={ulysses or 'auto'}: Ulysses "
+            "alone brings no K/V blocks that can be kept",
+            fix="set kv_cache='none', or ulysses to less than cp, which leaves a ring",
+        )
     seconds: list[tuple[tuple[int, int, int], float]] = []
     for shape in shapes:
         grid = RankGrid(dp, *shape)
-        names = ("allgather",) if algorithm == "allgather" else natural_algorithms(grid)
+        names = ("allgather",) if algorithm == "allgather" else natural_algorithms(grid)[: 1 if kept else None]
         layouts = (PREFERRED if layout == "auto" else (layout,))[: None if grid.ring > 1 else 1]
         total = 0.0
         for ends in packs or ((seq_length,),) if len(shapes) > 1 else ():

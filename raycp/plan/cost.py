@@ -5,6 +5,8 @@ better, not what a clock will show. The figures of accelerators are published or
 your own and pass them where the choice matters.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -111,6 +113,23 @@ class CostModel:
             whole = isinstance(default, int) and not isinstance(default, bool) and number == int(number)
             values[key] = bool(number) if isinstance(default, bool) else int(number) if whole else number
         return replace(TABLES[table], **values)  # type: ignore[arg-type]
+
+    def on_nodes(self, ranks: Sequence[int]) -> "CostModel":
+        """The figures of a placement: `ranks_per_node` is what its nodes have in common.
+
+        Consecutive ranks of a block of that size share a node. That is the size of the nodes where all but the last are
+        equal and the last is no larger, else the largest size whose blocks never lie across two nodes.
+
+        Args:
+            ranks: of each node, in the order of the ranks; nodes without any count for nothing.
+        """
+        held = [n for n in ranks if n > 0]
+        if not held:
+            return self
+        block = max(held)
+        if any(n != held[0] for n in held[:-1]) or held[-1] > held[0]:
+            block = math.gcd(*held)
+        return replace(self, ranks_per_node=block)
 
     def compute_seconds(self, work: Number, calls: Number, *, backward: bool = False) -> Number:
         """`work` score entries (summed over heads) in `calls` kernel calls: 2 (D + Dv) FLOP an entry forward."""

@@ -1,5 +1,6 @@
 """The jobs: rows and presets that are the same every time, flags for every number, and a clear refusal."""
 
+import argparse
 import dataclasses
 import json
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import flags, llama_128k, presets, quickstart, stdlib_rows
+from raycp import config
 from raycp.config import FitConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +114,16 @@ def test_every_field_of_the_configuration_is_a_flag() -> None:
         for name, _, _ in flags._fields(owner):
             flag = {"name": "optimizer"}.get(name, name).replace("_", "-")
             assert f"--{flag} " in done.stdout, flag
+
+
+def test_flags_list_every_choice_that_the_configuration_has() -> None:
+    """--kv-cache showed KV_CACHE in place of its words."""
+    constants = {name: value for name, value in vars(config).items() if name.isupper() and isinstance(value, tuple)}
+    assert "KV_CACHES" in constants
+    assert {name for name, value in constants.items() if value not in flags._CHOICES.values()} == set()
+    parser = argparse.ArgumentParser()
+    flags.add_config_flags(parser, FitConfig())
+    assert "--kv-cache none|half|full" in " ".join(parser.format_help().split())
 
 
 def test_flags_give_back_the_defaults_and_read_each_type() -> None:

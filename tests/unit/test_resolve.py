@@ -24,6 +24,12 @@ class TinyModel:
     num_key_value_heads = 2
 
 
+class WideModel(TinyModel):
+    hidden_size = 4096
+    num_attention_heads = 32
+    num_key_value_heads = 32
+
+
 def resolved(config: FitConfig, *, cpus: int = 8, gpus: int = 0) -> FitConfig:
     return resolve_workers(config, resources={"CPU": cpus, "GPU": gpus}, resource="GPU" if gpus else None)
 
@@ -97,11 +103,34 @@ def test_figures_are_those_of_the_device_and_the_model() -> None:
     assert cost.linear_flops == 2 * (64 * 16 * 12 + 3 * 64 * 128)
 
 
+def test_a_cache_of_keys_and_values_wants_a_ring() -> None:
+    """With "auto" the figures wanted Ulysses alone, and the first plan of the run was refused."""
+    fast = "bandwidth=1e7, flops=1e15, links=7, latency=0"
+    assert grid_of(cp=4, cost=fast).ring == 1
+    assert grid_of(cp=4, cost=fast, kv_cache="half").ring > 1
+    assert grid_of(workers=1, kv_cache="half") == RankGrid(1, 1)
+
+
+def test_nodes_are_as_large_as_ranks_were_placed_on_them() -> None:
+    """Ulysses inside a node, a ring across: the table's nodes have 8 ranks."""
+
+    def shape(node_ranks: tuple[int, ...], cost: str = "auto") -> tuple[int, int]:
+        config = resolved(FitConfig(workers=8, seq_length=8192, parallel=ParallelConfig(cost=cost)))
+        figures = cost_model(config, WideModel(), device="npu", itemsize=2)
+        grid = resolve_grid(config, WideModel(), figures, node_ranks=node_ranks).grid
+        return grid.ring, grid.ulysses
+
+    assert shape(()) == shape((8,)) == (1, 8)
+    assert shape((4, 4)) == (2, 4)
+    assert shape((4, 4), "910b, ranks_per_node=8") == (1, 8), "a user's figure stays"
+
+
 def test_what_fits_no_grid_is_a_problem_with_a_fix() -> None:
     for parallel, said in (
         (ParallelConfig(algorithm="ulysses"), "4 query heads"),
         (ParallelConfig(ulysses=8), "4 query heads"),
         (ParallelConfig(cost="tpu"), "'tpu'"),
+        (ParallelConfig(cp=4, ulysses=4, kv_cache="full"), "alone brings no K/V blocks"),
     ):
         config = resolved(FitConfig(workers=8, parallel=parallel))
         (problem,) = grid_problems(config, TinyModel(), device="cpu", itemsize=4)

@@ -199,3 +199,14 @@ def test_the_smallest_chunk_of_a_ring() -> None:
     assert npu.smallest_ring_chunk(heads_per_kv_head=4) == 4000
     assert npu.smallest_ring_chunk(inter=True) == 20_000
     assert npu.smallest_ring_chunk(inter=True, window=8) == 2500
+
+
+@pytest.mark.parametrize(
+    ("ranks", "block"),
+    [((8,), 8), ((8, 8), 8), ((8, 8, 3), 8), ((4, 0, 4), 4), ((5, 3), 5), ((3, 5), 1), ((8, 4, 8), 4), ((6, 9), 3)],
+)
+def test_ranks_of_a_block_never_lie_on_two_nodes(ranks: tuple[int, ...], block: int) -> None:
+    assert CostModel().on_nodes(ranks).ranks_per_node == block
+    home = np.repeat(np.arange(len(ranks)), ranks)
+    assert all(len(set(home[n : n + block].tolist())) == 1 for n in range(0, len(home), block))
+    assert CostModel().on_nodes(()) == CostModel()
