@@ -89,6 +89,11 @@ class TrainWorker:
         ids = context.get_accelerator_ids()
         resource = self._spec.device.ray_resource
         problems = [*_shared_folder_problems(nonce_path, nonce), *self._model_problems()]
+        memory = 0
+        try:
+            memory = device_memory(torch_device(self._spec.device, 0))[0]
+        except ClusterError as error:
+            problems.append((error.message, error.fix))
         accelerators = tuple(ids.get(resource, ())) if resource else ()
         if resource and not accelerators:
             problems.append(
@@ -101,7 +106,7 @@ class TrainWorker:
             accelerators=accelerators,
             cpu_count=os.cpu_count() or 1,
             started=psutil.Process().create_time(),
-            memory=device_memory(torch_device(self._spec.device, 0))[0],
+            memory=memory,
             host_memory=host_memory()[1],
             problems=tuple(problems),
         )

@@ -59,10 +59,11 @@ class FrozenWorker(_Faulty):
 
 
 class DivergingWorker(_Faulty):
-    """A parameter becomes NaN."""
+    """A parameter becomes NaN, after the copy of the step before was made."""
 
     def fault(self, request: StepRequest) -> StepReport:
         state = self._require_state(request.generation)
+        self._require(self._snapshots).wait()
         with torch.no_grad():
             for parameter in state.trainee.parameters():
                 parameter.fill_(float("nan"))
@@ -74,6 +75,7 @@ class ForgetfulWorker(_Faulty):
 
     def fault(self, request: StepRequest) -> StepReport:
         state = self._require_state(request.generation)
+        self._require(self._snapshots).wait()
         for entry in state.optimizer.state.values():
             entry["exp_avg"].zero_()
         return super().step(request)

@@ -38,10 +38,14 @@ def unbroken(cluster: None, inputs: dict[str, Any], tmp_path_factory: pytest.Tem
 
 
 def worker_processes() -> list[int]:
-    """Pids of the train workers under this Ray."""
+    """Pids of the train workers under the Ray that this process started."""
     found = []
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if any("Worker" in part and part.startswith("ray::") for part in process.info["cmdline"] or []):
+    for process in psutil.Process().children(recursive=True):
+        try:
+            line = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if any("Worker" in part and part.startswith("ray::") for part in line):
             found.append(process.pid)
     return found
 
@@ -113,7 +117,9 @@ def test_a_failing_rank_ends_the_run_by_name_and_the_same_command_continues_bit_
     result = raycp.fit(**inputs, output_dir=tmp_path, config=settings)
     assert result.losses == unbroken.losses
     assert pack_ids(result) == pack_ids(unbroken)
-    assert [r["step"] for r in result.recoveries] == [2]
+    (recovered,) = result.recoveries
+    assert recovered["step"] in (1, 2), "a copy that was on its way from the lost rank may be missing"
+    assert recovered["steps_lost"] == 0
 
 
 def test_a_planted_loss_of_optimizer_state_is_seen_by_the_comparison(
