@@ -7,6 +7,7 @@ a sum.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -22,8 +23,24 @@ def _allocate(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(*size, dtype=dtype, device=device)
 
 
+class Transfers(dist.Work):
+    """Transfers that were posted, as one operation of FSDP2's."""
+
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Returns when all are over; each has the group's own time-out."""
+        for work in self._works:
+            assert work is not None
+            work.wait()
+        self._works = ()
+        return True
+
+
 class P2PAllGather(AllGather):
-    """Every rank sends its piece to every other rank; all transfers are posted at once."""
+    """Every rank sends its piece to every other rank; all transfers are posted at once, and FSDP2 waits for them."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return _allocate(size, dtype, device)
@@ -45,10 +62,7 @@ class P2PAllGather(AllGather):
         own = pieces[rank]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        for work in works:
-            assert work is not None
-            work.wait()
-        return None
+        return Transfers(works)
 
 
 class PairwiseReduceScatter(ReduceScatter):
@@ -77,9 +91,7 @@ class PairwiseReduceScatter(ReduceScatter):
             source, target = (rank - i) % world_size, (rank + i) % world_size
             works.append(dist.irecv(received[source], group=group, group_src=source, tag=_TAG))
             works.append(dist.isend(pieces[target], group=group, group_dst=target, tag=_TAG))
-        for work in works:
-            assert work is not None
-            work.wait()
+        Transfers(works).wait()
         output = output_tensor.view(-1)
         for source in range(world_size):
             piece = pieces[rank] if source == rank else received[source]
@@ -143,7 +155,7 @@ class _PairwiseSum:
 
     def spread(self) -> None:
         """See `RankSum.spread`."""
-        self._drain()
+        self._works.wait()
         total = self._shares[0]
         for share in self._shares[1:]:
             total.add_(share)
@@ -155,11 +167,9 @@ class _PairwiseSum:
 
     def wait(self) -> None:
         """See `RankSum.wait`."""
-        self._drain()
+        self._works.wait()
 
-    def _exchange(
-        self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], tag: int
-    ) -> list[dist.Work | None]:
+    def _exchange(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], tag: int) -> Transfers:
         """Posts a receive from, and a send to, each other rank; empty pieces stay where they are."""
         works, size = [], len(incoming)
         for i in range(1, size):
@@ -168,10 +178,4 @@ class _PairwiseSum:
                 works.append(dist.irecv(incoming[source], group=self._group, group_src=source, tag=tag))
             if outgoing[target].numel():
                 works.append(dist.isend(outgoing[target], group=self._group, group_dst=target, tag=tag))
-        return works
-
-    def _drain(self) -> None:
-        for work in self._works:
-            assert work is not None
-            work.wait()
-        self._works = []
+        return Transfers(works)

@@ -6,6 +6,7 @@ are fp32 masters, sharded by FSDP2 over dp x cp (or replicated); a tied weight i
 micro-batch together with norm and head. Ranks without tokens or targets take part in every collective.
 """
 
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -206,9 +207,11 @@ def _shard(trainee: Trainee, mesh: DeviceMesh, device: torch.device, dtype: str)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype(dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    for layer in trainee.lm.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(trainee, mesh=mesh, mp_policy=policy)
+    layers = [fully_shard(layer, mesh=mesh, mp_policy=policy) for layer in trainee.lm.base_model.layers]
+    root = fully_shard(trainee, mesh=mesh, mp_policy=policy)
+    if device.type == "cpu":  # elsewhere streams overlap; in backward FSDP2 gathers the next layer ahead by itself
+        for module, following in pairwise((root, *layers)):
+            module.set_modules_to_forward_prefetch([following])
     for module in trainee.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -31,9 +31,12 @@ def collect(rank: int, world_size: int) -> dict[str, Any]:
     gathered = torch.empty(world_size * NUMEL)
     own = gathered[rank * NUMEL : (rank + 1) * NUMEL]  # FSDP2 gathers in place
     own.copy_(piece(rank, world_size)[:NUMEL])
-    P2PAllGather()(gathered, own, group)
+    gathering = P2PAllGather()(gathered, own, group)
     apart = torch.empty_like(gathered)
-    P2PAllGather()(apart, own.clone(), group)
+    again = P2PAllGather()(apart, own.clone(), group)  # two under way at a time
+    for work in (gathering, again):
+        assert work is not None
+        work.wait()
     reduced = torch.empty(NUMEL)
     PairwiseReduceScatter()(reduced, piece(rank, world_size), group, dist.ReduceOp.SUM)
     summed = [piece(rank, world_size).view(world_size, -1)[0, : n or None].clone() for n in SIZES]
