@@ -1,9 +1,9 @@
 """Frees a process from collectives of NCCL and HCCL whose peers are gone: every group at once, with a deadline.
 
-Guarantees: all aborts start before any is waited for, since communicators that wait on each other deadlock when they are
-aborted in turn (pytorch #119797); one that does not come back by the deadline is named, and then only the end of the
-process frees the device, for which the caller replaces it. Costs a thread a group while it lasts, 0.5 s and 10 ms for
-each kernel in flight (NVRx's figures for NCCL; not measured here).
+Guarantees: all aborts start before any is waited for, since communicators that wait on each other deadlock when they
+are aborted in turn (pytorch #119797); one that does not come back by the deadline is named, and then only the end of
+the process frees the device, for which the caller replaces it. Costs a thread a group while it lasts, 0.5 s and 10 ms
+for each kernel in flight (NVRx's figures for NCCL; not measured here).
 """
 
 import threading

@@ -161,7 +161,7 @@ def local_index(spec: DeviceSpec, assigned: Sequence[str], environ: Mapping[str,
 
 
 def torch_device(spec: DeviceSpec, index: int = 0) -> "torch.device":
-    """The torch device of this process, made its current device.
+    """The torch device of this process, made its current device; on an accelerator in deterministic mode.
 
     Args:
         spec: of the run.
@@ -191,6 +191,8 @@ def torch_device(spec: DeviceSpec, index: int = 0) -> "torch.device":
             fix=f"check the driver on this node and the value of {spec.visible_devices} in its Ray workers",
         )
     module.set_device(index)
+    # fused kernels then sum in one order, as a run that goes on to the same bits needs; what has no such form warns
+    torch.use_deterministic_algorithms(True, warn_only=True)
     return torch.device(spec.name, index)
 
 

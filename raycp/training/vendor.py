@@ -93,6 +93,32 @@ def buffer_mebibytes(message_bytes: int, *, low: int = 16, high: int = 200) -> i
     return min(high, max(low, math.ceil(message_bytes / MEBIBYTE)))
 
 
+def largest_messages(
+    *, tokens: int, ring: int, ulysses: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int
+) -> dict[str, int]:
+    """Bytes of the largest message of a rank in the groups of attention: {"ring": ..., "ulysses": ...}.
+
+    A ring moves K and V of a rank's tokens, and their gradients in fp32, each tensor a message; Ulysses trades its
+    tokens' queries for heads. Documents that are split unevenly may need more: HCCL then sends in parts.
+
+    Args:
+        tokens: of a pack.
+        ring: ranks of a ring.
+        ulysses: ranks of a Ulysses group.
+        heads: query heads of the model.
+        kv_heads: key/value heads of the model.
+        head_dim: of queries and keys.
+        value_dim: of values.
+        itemsize: bytes of a number in the compute dtype.
+    """
+    dim = max(head_dim, value_dim)
+    ring_rows, own_rows = math.ceil(tokens / ring), math.ceil(tokens / (ring * ulysses))
+    return {
+        "ring": ring_rows * math.ceil(kv_heads / ulysses) * dim * 4 if ring > 1 else 0,
+        "ulysses": own_rows * math.ceil(heads / ulysses) * dim * itemsize if ulysses > 1 else 0,
+    }
+
+
 def group_options(backend: str, *, name: str, message_bytes: int = 0) -> Any:
     """`pg_options` of a process group; None where the back end has none that we set.
 

@@ -3,7 +3,15 @@
 import pytest
 
 from raycp.training.device import resolve_device
-from raycp.training.vendor import CUDA, NPU, buffer_mebibytes, explain, group_options, process_environment
+from raycp.training.vendor import (
+    CUDA,
+    NPU,
+    buffer_mebibytes,
+    explain,
+    group_options,
+    largest_messages,
+    process_environment,
+)
 
 DEVICES = {
     name: resolve_device(name, [("10.0.0.1", {"NPU": 8, "GPU": 8, "CPU": 8})]) for name in ("npu", "cuda", "cpu")
@@ -54,3 +62,13 @@ def test_buffer_of_a_group_is_what_its_messages_need():
 
 def test_gloo_has_no_options():
     assert group_options("gloo", name="ring", message_bytes=1 << 30) is None
+
+
+def test_largest_messages_of_a_llama_8b_at_128k():
+    model = {"heads": 32, "kv_heads": 8, "head_dim": 128, "value_dim": 128, "itemsize": 2}
+    found = largest_messages(tokens=131_072, ring=2, ulysses=4, **model)
+    # ring: 65 536 rows x 2 K/V heads x 128 x fp32; Ulysses: 16 384 rows x 8 query heads x 128 x bf16
+    assert found == {"ring": 65_536 * 2 * 128 * 4, "ulysses": 16_384 * 8 * 128 * 2}
+    assert [buffer_mebibytes(n) for n in found.values()] == [64, 32]
+    assert largest_messages(tokens=131_072, ring=1, ulysses=8, **model)["ring"] == 0
+    assert largest_messages(tokens=131_072, ring=8, ulysses=1, **model)["ulysses"] == 0
