@@ -7,7 +7,7 @@ newer one, and nothing of an older generation is committed after it, so a zombie
 anything. A torn, cut or changed step is set aside with a message, and the one before it is used; a storage that does
 not answer is an `OSError` and sets nothing aside. JSON and lengths only: nothing that is read can run code. No torch
 and no ray, so keepers commit by themselves. Costs: a commit asks once for each file's length; verifying reads every
-byte (CRC-32, about 4 GB/s beside the storage's own speed, several files at once).
+byte (CRC-32, about 3 GB/s beside the storage's own speed, several files at once).
 """
 
 import contextlib
