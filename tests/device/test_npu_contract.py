@@ -3,6 +3,7 @@
 Skipped with the reason where the wheel cannot be had or gcc is missing, and failed there with --require-torch-npu (CI).
 """
 
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -81,6 +82,22 @@ def test_a_machine_without_the_wheel_says_so(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(here.NotHereError, match=r"torch-npu==0\.0\.1\.nowhere"):
         here.install()
     assert list((tmp_path / "build").glob("*")) == [] if (tmp_path / "build").exists() else True
+
+
+@pytest.mark.parametrize(("flags", "code", "word"), [((), 0, "skipped"), (("--require-torch-npu",), 1, "error")])
+def test_without_gcc_it_is_skipped_visibly_and_fails_in_ci(
+    package: Path, tmp_path: Path, flags: tuple[str, ...], code: int, word: str
+) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{Path(__file__)}::test_contract", *flags]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"PATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=here.ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout
+    assert "tested: no gcc on this machine" in done.stdout
+    assert f"{len(FILES)} {word}" in done.stdout
+
+
+def test_ci_requires_it() -> None:
+    assert "make test TEST_FLAGS=--require-torch-npu" in (here.ROOT / ".ci" / "run").read_text()
 
 
 def test_a_machine_without_gcc_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

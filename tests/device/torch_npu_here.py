@@ -57,6 +57,8 @@ def install() -> Path:
         if not folder.exists():
             aside.rename(folder)
     except (OSError, subprocess.TimeoutExpired) as error:
+        if (folder / "torch_npu" / "version.py").exists():  # another process was faster
+            return folder
         raise NotHereError(f"torch-npu=={version()} was not fetched: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
