@@ -127,7 +127,7 @@ def drive(settings: dict[str, Any]) -> int:
     import raycp
     from raycp.driver import fleet
 
-    fleet.TrainWorker = TellingWorker  # type: ignore[misc]
+    vars(fleet)["TrainWorker"] = TellingWorker
     result = raycp.fit(
         model=LlamaConfig(**MODEL),
         data=settings["rows"],
@@ -371,7 +371,7 @@ def main() -> int:
             longest = max(last_step(f.events) for f in found.values())
             unbroken = run_case(UNBROKEN, root / "unbroken", inputs, until=longest)
             figures(report, {c.name: c for c in cases}, found, unbroken)
-        peers = {
+        peers: dict[str, dict[str, Any]] = {
             "Ray Train, rank 2 killed": {"workers": 4, "whole": False},
             "Ray Train, node of 2 ranks killed, 4 -> 2": {"workers": [2, 4], "whole": True},
         }
