@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -65,7 +65,9 @@ def prepare(
         much = len(items) > 1 and sum(map(_bytes_of, items)) > local_bytes
         if much and connect is not None:
             connect()
-        return Tasks(root)(function, items) if much and ray.is_initialized() else serially(function, items)
+        if not much or not ray.is_initialized():
+            return serially(function, items)
+        return Tasks(root, {file.name for file in map(_file_of, items) if not file.remote})(function, items)
 
     return build_store(data, tokenizer, seq_length=seq_length, config=config, folder=root, progress=progress, run=run)
 
@@ -75,10 +77,11 @@ class Tasks:
 
     Args:
         folder: where results are written; a node that does not see a file that is put there is not used.
+        files: paths that a node must see, too.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, files: Collection[str] = ()) -> None:
+        self._folder, self._files = folder, sorted(files)
 
     def __call__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Yields (index, result) as they come.
@@ -86,7 +89,7 @@ class Tasks:
         Raises:
             ClusterError: see `prepare`; what the function raises is raised as it is.
         """
-        slots = self._slots(items)
+        slots = self._slots()
         free = Counter(slots)
         shared = ray.put(function)
         waiting = deque((index, 1) for index in range(len(items)))
@@ -127,9 +130,8 @@ class Tasks:
             for reference in running:
                 ray.cancel(reference, force=True)
 
-    def _slots(self, items: Sequence[Any]) -> dict[str, int]:
-        """{node id: CPUs} of the nodes that see the folder and the files of the items."""
-        files = {file.name for file in map(_file_of, items) if not file.remote}
+    def _slots(self) -> dict[str, int]:
+        """{node id: CPUs} of the nodes that see the folder and the files."""
         nonce = self._folder / f".sees.{secrets.token_hex(8)}"
         nonce.parent.mkdir(parents=True, exist_ok=True)
         nonce.write_text("", "utf-8")
@@ -140,7 +142,7 @@ class Tasks:
                 .options(
                     num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
                 )
-                .remote([str(nonce), *sorted(files)])
+                .remote([str(nonce), *self._files])
                 for node, cpus in alive.items()
                 if cpus
             }
