@@ -78,7 +78,10 @@ def _fields(owner: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _reader(hint: Any) -> Callable[[str], Any]:
-    """Reads a word as the first of the hint's types that takes it: `int | Literal["auto"]`, `float | None`, `str`."""
+    """Reads a word as the first of the hint's types that takes it: `int | Literal["auto"]`, `float | None`, `str`.
+
+    A pair among others, `int | tuple[int, int]`, is written with a colon: 2:8.
+    """
     kinds = (
         typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else ()
     )
@@ -87,6 +90,8 @@ def _reader(hint: Any) -> Callable[[str], Any]:
     def read(word: str) -> Any:
         if type(None) in kinds and word.lower() == "none":
             return None
+        if ":" in word and any(typing.get_origin(kind) is tuple for kind in kinds):
+            return tuple(int(part) for part in word.split(":"))
         if any(word in typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal):
             return word
         for kind in (int, float):

@@ -22,7 +22,7 @@ from raycp.driver.controller import Outcome
 from raycp.driver.record import RunRecord, identity_of, single_driver, storage_errors, write_json
 from raycp.errors import DataError, ModelError, one_error
 from raycp.events import read_events
-from raycp.launch import checkpoint_root, launch, newest_folder, take_lease
+from raycp.launch import checkpoint_root, launch, newest_folder, processes, take_lease
 from raycp.preflight import ITEMSIZE, Setup, check_kinds
 from raycp.resolve import cost_model
 from raycp.training.check import check_model
@@ -195,7 +195,7 @@ def _tokenizer_of_run(setup: Setup) -> Any:
 def _prepare(setup: Setup, data: Any, folder: Path, progress: ProgressBar) -> DocumentStore:
     def cluster() -> None:
         if setup.cluster is None:
-            setup.cluster = connect(workers=setup.config.workers)
+            setup.cluster = connect(workers=processes(setup.config))
 
     return prepare(
         data,

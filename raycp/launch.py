@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline import StepSchedule
+from raycp.config import FitConfig
 from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.cluster import connect
 from raycp.driver.controller import Controller, Outcome
@@ -30,6 +31,11 @@ from raycp.training.device import host_memory
 from raycp.training.latest import fence
 from raycp.training.storage import Storage
 from workers.messages import RunSpec
+
+
+def processes(config: FitConfig) -> int:
+    """Worker processes that a run wants: its ranks, or as many as it may grow to, and its spares."""
+    return max(config.workers or 1, config.elastic.max_workers or 1) + config.elastic.spares
 
 
 def checkpoint_root(setup: Setup) -> Storage:
@@ -64,7 +70,7 @@ def launch(
     worlds = _worlds(setup, spec, packs)
     choice = resolve_grid(config, setup.model_config, spec.cost, packs=packs)
     if setup.cluster is None:
-        setup.cluster = connect(workers=(config.workers or 1) + config.elastic.spares)
+        setup.cluster = connect(workers=processes(config))
     root = checkpoint_root(setup)
     fence(root, record.run_id, record.generation)
     events = EventLog(folder / "events.jsonl", generation=record.generation)

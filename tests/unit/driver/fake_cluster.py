@@ -210,6 +210,9 @@ class FakeCluster:
     def drop_lost(self, among: Sequence[FakeWorker], seconds: float) -> None:
         self.workers = [w for w in self.workers if w not in among or (w.actor.alive and not w.actor.frozen)]
 
+    def lost_idle(self, among: Sequence[FakeWorker], seconds: float) -> list[FakeWorker]:
+        return [w for w in among if not w.actor.alive or w.actor.frozen]
+
     def close(self) -> None:
         self.closed = True
 
@@ -294,6 +297,7 @@ class FakeRanks:
         only: Sequence[int] | None = None,
         patience: float = 1.0,
         meanwhile: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> list[Any]:
         world = self.world
         number = len(world.calls)

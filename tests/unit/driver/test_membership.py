@@ -4,6 +4,7 @@ import pickle
 from typing import Any
 
 import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raycp.driver.membership import Member, Membership
@@ -71,3 +72,40 @@ def test_a_node_that_vanished_is_called_lost_and_not_an_error_of_the_rank(alive:
     assert error.details["lost"]
     assert words in error.details["cause"]
     assert words in str(error)
+
+
+def beat(idle: float, *, longest: float = 0.1, phase: str = "step", done: int = 3) -> dict[str, Any]:
+    return {"phase": phase, "idle_seconds": idle, "longest": longest, "phases_done": done}
+
+
+@pytest.mark.parametrize(
+    ("beats", "stuck"),
+    [
+        ([beat(5.0), beat(9.0), beat(5.1)], {1}),  # all wait for the one that stood still first
+        ([beat(0.1), beat(9.0), beat(5.1)], set()),  # somebody still works
+        ([beat(5.0, longest=3.0), beat(9.0), beat(5.1)], set()),  # pauses of 3 s are usual here
+        ([beat(5.0, done=0), beat(9.0), beat(5.1)], set()),  # nobody knows yet what is usual
+        ([beat(5.0, phase="idle"), beat(9.0), beat(5.1)], set()),  # a call without counters
+    ],
+)
+def test_the_rank_whose_counters_stopped_first_is_stuck(beats: list[dict[str, Any]], stuck: set[int]) -> None:
+    ranks = membership()
+    ranks._beats = dict(enumerate(beats))
+    found = ranks._stuck(ranks.members, 1.0)
+    assert set(found) == stuck
+    assert all("no progress" in str(e) for e in found.values())
+
+
+def test_the_causes_that_ray_merely_lists_are_not_taken_for_the_cause() -> None:
+    """A SIGKILL was reported as "SIGSEGV", which Ray names among the usual suspects."""
+    told = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainWorker\nWorker exit type: "
+        "SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some "
+        "common causes include: (1) the process was killed by the OOM killer, (3) SIGSEGV or another unexpected error."
+    )
+    context = ActorDiedErrorContext(error_message=told, actor_id=b"0" * 16, class_name="TrainWorker")
+    error = blame({1: ActorDiedError(context)})
+    assert "SIGSEGV" not in str(error)
+    assert "OOM" not in str(error)
+    assert error.details["cause"].startswith("its process died")
+    assert error.details["lost_ranks"] == [1]

@@ -1,0 +1,145 @@
+"""When a step counts: its event is written once, when its manifest is recorded."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raycp.driver.commits import EVENTS, Commits
+from raycp.errors import StaleGenerationError
+from raycp.events import EventLog, read_events
+from raycp.training.manifest import Manifest, ShardRecord
+
+
+class Memory:
+    """Keepers that collect what the test says."""
+
+    def __init__(self) -> None:
+        self.expected: list[int] = []
+        self.ready: list[int] = []
+        self.manifests: list[Manifest] = []
+
+    def expect(self, step: int) -> None:
+        self.expected.append(step)
+
+    def poll(self, timeout: float = 0.0) -> list[Any]:
+        found, self.ready = self.ready, []
+        return [SimpleNamespace(step=s, shards=(), bytes=8, seconds=0.5) for s in found]
+
+    def commit(self, manifest: Manifest) -> None:
+        self.manifests.append(manifest)
+
+
+def manifest(step: int, shards: Sequence[ShardRecord], extra: dict[str, Any]) -> Manifest:
+    return Manifest(
+        step=step,
+        cursor={"at": step},
+        plan_hash="p",
+        generation=1,
+        run_id="r",
+        grid={},
+        shards=tuple(shards),
+        extra=extra,
+    )
+
+
+def made(folder: Path, memory: Memory | None, may_commit: Any = lambda: None) -> Commits:
+    return Commits(EventLog(folder / "events.jsonl", generation=1), memory, manifest=manifest, may_commit=may_commit)
+
+
+def written(folder: Path) -> list[int]:
+    return [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "step"]
+
+
+def report(commits: Commits, step: int, *, snapshot: bool = True) -> None:
+    commits.reported(step, {"loss": float(step)}, snapshot=snapshot, stall_seconds=0.25)
+
+
+def test_a_step_is_written_when_its_copy_is_committed_and_not_before(tmp_path: Path) -> None:
+    memory = Memory()
+    commits = made(tmp_path, memory)
+    report(commits, 1)
+    assert (written(tmp_path), commits.committed, commits.known) == ([], 0, [1])
+    memory.ready = [1]
+    assert [m.step for m in commits.advance()] == [1]
+    assert (written(tmp_path), commits.committed, commits.known) == ([1], 1, [])
+    (event,) = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "snapshot"]
+    assert (event["bytes"], event["stall_seconds"]) == (8, 0.25)
+
+
+def test_a_copy_commits_the_steps_since_the_one_before_and_carries_their_events(tmp_path: Path) -> None:
+    memory = Memory()
+    commits = made(tmp_path, memory)
+    for step in (1, 2, 3):
+        report(commits, step, snapshot=step == 3)
+    memory.ready = [3]
+    commits.advance()
+    assert written(tmp_path) == [1, 2, 3]
+    assert [e["step"] for e in memory.manifests[0].extra[EVENTS]] == [1, 2, 3]
+
+
+def test_what_another_driver_could_not_write_is_written_from_the_manifest(tmp_path: Path) -> None:
+    commits = made(tmp_path, Memory())
+    commits.adopt(manifest(2, (), {EVENTS: [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]}))
+    assert (written(tmp_path), commits.committed) == ([1, 2], 2)
+    commits.adopt(manifest(2, (), {EVENTS: [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 9.0}]}))
+    assert written(tmp_path) == [1, 2], "once each"
+
+
+def test_a_step_that_is_whole_on_all_ranks_is_committed_when_it_is_restored(tmp_path: Path) -> None:
+    memory = Memory()
+    commits = made(tmp_path, memory)
+    report(commits, 1)
+    whole = Manifest(step=1, cursor={}, plan_hash="", generation=1, run_id="r", grid={}, shards=())
+    commits.adopt(whole)
+    assert written(tmp_path) == [1]
+    assert memory.manifests[0].cursor == {"at": 1}
+
+
+def test_after_a_rewind_a_late_copy_of_the_lost_world_commits_nothing(tmp_path: Path) -> None:
+    memory = Memory()
+    commits = made(tmp_path, memory)
+    report(commits, 1)
+    memory.ready = [1]
+    commits.advance()
+    report(commits, 2)
+    commits.rewind(1)
+    memory.ready = [2]
+    assert commits.advance() == []
+    report(commits, 2)
+    memory.ready = [2]
+    commits.advance()
+    assert written(tmp_path) == [1, 2]
+
+
+def test_nothing_is_committed_once_another_driver_has_the_run(tmp_path: Path) -> None:
+    def taken() -> None:
+        raise StaleGenerationError("another driver")
+
+    memory = Memory()
+    commits = made(tmp_path, memory, taken)
+    report(commits, 1)
+    memory.ready = [1]
+    with pytest.raises(StaleGenerationError):
+        commits.advance()
+    assert (written(tmp_path), memory.manifests) == ([], [])
+    with pytest.raises(StaleGenerationError):
+        report(made(tmp_path, None, taken), 1)
+    assert written(tmp_path) == []
+
+
+def test_without_memory_a_step_counts_when_it_is_reported(tmp_path: Path) -> None:
+    commits = made(tmp_path, None)
+    report(commits, 1)
+    assert (written(tmp_path), commits.committed) == ([1], 1)
+
+
+def test_flush_waits_for_the_step_and_not_for_ever(tmp_path: Path) -> None:
+    memory = Memory()
+    commits = made(tmp_path, memory)
+    report(commits, 1)
+    assert commits.flush(1, 0.05) == []
+    memory.ready = [1]
+    assert [m.step for m in commits.flush(1, 5.0)] == [1]
