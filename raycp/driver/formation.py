@@ -298,10 +298,10 @@ class Formation:
             lost |= set(error.details.get("lost_ranks", ()))
         with incident.phase(Phase.FENCE, clock):
             gone = [w for r, w in enumerate(self._workers) if r in lost and w in self._fleet.workers]
-            self._fleet.dismiss(gone, self._kill)
             if gone and self.memory is not None:
                 for node_id in self.memory.unreachable(ANSWER_SECONDS):
-                    self.memory.drop(node_id)
+                    self.memory.drop(node_id)  # first, so that nobody waits for it to kill a process
+            self._fleet.dismiss(gone, self._kill)
 
     def _kill(self, node_id: str, pid: int, started: float) -> bool:
         return self.memory is not None and self.memory.kill_process(node_id, pid, started)

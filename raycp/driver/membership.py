@@ -4,7 +4,7 @@ Guarantees: `gather` returns every rank's answer, or raises one `WorkerError` th
 first rank that complained: a dead, silent or stuck process outweighs an exception of a rank's own, which outweighs a
 broken connection (the usual consequence of the first two); the error's details list every rank that is lost. After
 the first failure every other rank is ordered to abort its groups, so that no rank keeps waiting; `freeze` then tells
-which ranks came to rest. Costs a poll each `POLL_SECONDS` while a call runs.
+which ranks came to rest. Costs a question to each rank every `POLL_SECONDS` while a call runs.
 """
 
 import time
@@ -22,6 +22,9 @@ from workers.messages import Probe
 CONTROL = "control"
 """Concurrency group of the actor's methods that are answered while a step runs."""
 POLL_SECONDS = 0.5
+"""Time between two questions to a control thread."""
+LOOK_SECONDS = 0.1
+"""Time between two looks at the answers of a call, and at what is done meanwhile: a commit waits so long."""
 BLAME_SECONDS = 3.0
 """How long the driver waits for the other ranks' versions after the first failure."""
 ANSWER_SECONDS = 2.0
@@ -93,7 +96,7 @@ class Membership:
             what: name of the operation, for messages.
             only: ranks to call.
             patience: factor on the time without an answer after which a rank counts as frozen.
-            meanwhile: called about twice a second while answers are missing; must not raise.
+            meanwhile: called about ten times a second while answers are missing; must not raise.
 
         Returns:
             The answers, in rank order.
@@ -109,8 +112,9 @@ class Membership:
         now = time.monotonic()
         self._heard = {m.rank: now for m in chosen}
         self._asked, self._beats = {}, {}
+        looked = now
         while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_SECONDS)
             failures: dict[int, BaseException] = {}
             for reference in done:
                 member = references[reference]
@@ -120,7 +124,8 @@ class Membership:
                     failures[member.rank] = unwrap(error)
             if pending and meanwhile is not None:
                 meanwhile()
-            if pending:
+            if pending and time.monotonic() - looked >= POLL_SECONDS:
+                looked = time.monotonic()
                 waiting = [references[r] for r in pending]
                 failures |= self._silent(waiting, patience * self._unresponsive_after)
                 failures |= self._stuck(waiting, patience * self._unresponsive_after) if not failures else {}
@@ -252,12 +257,18 @@ class Membership:
             generation=self.generation,
             others={r: cause_of(e) for r, e in failures.items() if r != rank},
             lost=is_lost(error),
-            silent_seconds=time.monotonic() - self._heard.get(rank, time.monotonic()) if is_lost(error) else 0.0,
+            silent_seconds=self._silent_for(rank) if isinstance(error, TimeoutError) else 0.0,
             lost_ranks=sorted(r for r, e in failures.items() if is_lost(e)),
             raised_ranks=sorted(r for r, e in failures.items() if weight(e)[0] == 1 and not is_lost(e)),
         )
         fix = error.fix if isinstance(error, RaycpError) and error.fix else default_fix(error)
         return WorkerError(f"{what} failed: {member.where}: {cause}", fix=fix, **details)
+
+    def _silent_for(self, rank: int) -> float:
+        """Seconds since a frozen or stuck rank last answered, or last moved inside a step."""
+        now, beat = time.monotonic(), self._beats.get(rank)
+        still = 0.0 if beat is None or beat["phase"] == "idle" else float(beat["idle_seconds"])
+        return max(now - self._heard.get(rank, now), still)
 
 
 def _node_is_alive(node_id: str) -> bool:
