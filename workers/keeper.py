@@ -3,9 +3,9 @@
 Guarantees: it outlives ranks and driver; from the newest committed step on this node to its replica on the next one,
 nothing is given up before something newer is committed; everything of an older generation is refused; when no driver
 was heard for `ttl` seconds it writes the newest committed step to storage, commits it there if all shards of it are
-(whichever keeper is last does), and ends, leaving no memory behind. Its methods are called through Ray (detached and
-named, see `raycp.driver.keepers`); the images travel over its own sockets (`workers.exchange`). Costs a process of
-about 100 MB, and the memory that `raycp.driver.keepers.snapshot_budget` counts.
+(whichever keeper is last does), and ends, leaving no memory behind; it ends with its node's raylet, too. Its methods
+are called through Ray (detached and named, see `raycp.driver.keepers`); the images travel over its own sockets
+(`workers.exchange`). Costs a process of about 100 MB, and the memory that `raycp.driver.copies` counts.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from workers.wire import KeeperAddress, Server, listen_tcp, listen_unix
 
 SETTLE_SECONDS = 30.0
 """How long an inventory waits for checksums that are being computed."""
+WATCH_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """How long the holder of a replica leaves the writing to the holder of the original."""
 
@@ -374,8 +375,11 @@ class Keeper:
     # -- without a driver -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(1.0, self._ttl / 10)):
-            if time.monotonic() - self._heard > self._ttl:
+        parent = os.getppid()
+        while not self._closed.wait(min(WATCH_SECONDS, self._ttl / 10)):
+            if os.getppid() != parent:  # the raylet died: for Ray this node is lost, and its processes are nobody's
+                self.close()
+            elif time.monotonic() - self._heard > self._ttl:
                 self._expire()
 
     def _expire(self) -> None:
