@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from raycp.errors import RaycpError
-from raycp.training.manifest import ShardEntry
 from raycp.training.state import State
 from raycp.training.tensorfile import ImageLayout, image_layout
 from workers.wire import Connection, KeeperAddress, accepted, connect_unix
@@ -140,7 +139,7 @@ class SnapshotWriter:
                 "op": "sealed",
                 "generation": self._generation,
                 "step": step,
-                "entries": [vars(_entry(name, state)) for name in layout.places],
+                "entries": [vars(state[name][0].entry) for name in layout.places],
             }
         )
         self.bytes = layout.total
@@ -177,17 +176,6 @@ class SnapshotWriter:
             finally:
                 os.close(descriptor)
         return self._images[number]
-
-
-def _entry(name: str, state: State) -> ShardEntry:
-    span = state[name][0]
-    return ShardEntry(
-        name=span.name,
-        shape=span.shape,
-        dtype=str(span.dtype).removeprefix("torch."),
-        start=span.start,
-        stop=span.stop,
-    )
 
 
 def _event_of(state: State) -> Any:

@@ -29,7 +29,7 @@ from raycp.training.committed import (
     verify,
 )
 from raycp.training.latest import fence
-from raycp.training.manifest import VERSION, Manifest, ShardEntry, ShardRecord, coverage_problem
+from raycp.training.manifest import VERSION, Manifest, ShardEntry, ShardRecord, coverage_problem, shard_file
 from raycp.training.rows import RowReader
 from raycp.training.sharding import ShardSpan
 from raycp.training.storage import Storage
@@ -60,11 +60,6 @@ __all__ = [
 ]
 
 
-def shard_file(generation: int, rank: int) -> str:
-    """Name of the file of a rank: `shard-g0003-00012.safetensors`."""
-    return f"shard-g{generation:04d}-{rank:05d}.safetensors"
-
-
 def write_shard(
     folder: Storage | Path | str,
     rank: int,
@@ -84,16 +79,7 @@ def write_shard(
         OSError: the storage refused (full, read-only, away); nothing of that name is left.
     """
     name = shard_file(generation, rank)
-    entries = tuple(
-        ShardEntry(
-            name=span.name,
-            shape=span.shape,
-            dtype=str(span.dtype).removeprefix("torch."),
-            start=span.start,
-            stop=span.stop,
-        )
-        for span, _ in state.values()
-    )
+    entries = tuple(span.entry for span, _ in state.values())
     announced = {span.name: (tuple(rows.shape), rows.dtype) for span, rows in state.values()}
     size = checksum = 0
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from raycp.training.manifest import ShardEntry
 from raycp.training.mesh import SHARD
 
 
@@ -39,6 +40,12 @@ class ShardSpan:
     def __post_init__(self) -> None:
         if not self.shape or not 0 <= self.start <= self.stop <= self.shape[0]:
             raise ValueError(f"{self.name}: rows [{self.start}, {self.stop}) of shape {self.shape}")
+
+    @property
+    def entry(self) -> ShardEntry:
+        """The same rows as a manifest names them."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ShardEntry(name=self.name, shape=self.shape, dtype=dtype, start=self.start, stop=self.stop)
 
 
 def row_range(rows: int, rank: int, world_size: int) -> tuple[int, int]:
