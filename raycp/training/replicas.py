@@ -66,11 +66,7 @@ class Replicas:
         self._owners = [owners[p] for p in order]
         self._resting = [self._replica(p, device) for p in order]
         self._plain: list[nn.Parameter] = []
-        self._totals: list[torch.Tensor | None] = [None] * len(self._resting)
-        self._running = False
-        self._ready: set[int] = set()
-        self._begun = 0
-        self._sums: list[list[RankSum]] = []
+        self.forget()
         self._hold(self._resting)
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward)
@@ -78,6 +74,17 @@ class Replicas:
     def rest(self) -> None:
         """Modules hold what the optimizer holds, until the next forward."""
         self._hold(self._resting)
+
+    def forget(self) -> None:
+        """Drops the gradients of a step that was given up between its micro-batches."""
+        self._totals: list[torch.Tensor | None] = [None] * len(self._resting)
+        self._new_pass()
+
+    def _new_pass(self) -> None:
+        self._running = False  # inside a backward pass
+        self._ready: set[int] = set()
+        self._begun = 0  # parts
+        self._sums: list[list[RankSum]] = []
 
     def _replica(self, like: nn.Parameter, device: torch.device) -> nn.Parameter:
         local = torch.empty(like.shape, dtype=torch.float32, device=device)
@@ -90,6 +97,7 @@ class Replicas:
 
     @torch.no_grad()
     def _before_forward(self, *_: Any) -> None:
+        self._new_pass()  # a backward pass that raised has not ended
         locals_ = [held_rows(p)[0] for p in self._resting]
         if not self._plain:
             self._plain = [
@@ -157,6 +165,5 @@ class Replicas:
                 else:
                     held_rows(parameter.grad)[0].add_(total)
             self._totals = [None] * len(self._resting)
-        self._running, self._begun = False, 0
-        self._ready, self._sums = set(), []
+        self._new_pass()
         self.rest()

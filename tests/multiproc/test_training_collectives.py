@@ -115,6 +115,10 @@ def test_the_head_is_gathered_once_and_each_layer_twice(checkpointing: bool) -> 
     assert run_ranks(count, 2, checkpointing) == [2 * 2 + 1] * 2
 
 
+def _fail(*_: Any) -> None:
+    raise ArithmeticError
+
+
 def replicate(rank: int, world_size: int) -> dict[str, Any]:
     """Two micro-batches and an evaluation of replicas."""
     grid = RankGrid(dp=1, ring=world_size)
@@ -132,8 +136,22 @@ def replicate(rank: int, world_size: int) -> dict[str, Any]:
     gradients = {n: held_rows(p.grad)[0] for n, p in after.items() if p.grad is not None}
     with torch.no_grad():
         micro_batch_loss(trainee, packs[0], grid, groups, 1.0)
+    hook = next(iter(trainee.lm.base_model.layers)).register_full_backward_hook(_fail)
+    loss = micro_batch_loss(trainee, packs[0], grid, groups, 1.0, last=False)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    hook.remove()
+    assert trainee.replicas is not None
+    trainee.replicas.forget()
+    trainee.zero_grad(set_to_none=True)
+    for p in resting.values():
+        p.grad = None
+    for n, pack in enumerate(packs):
+        micro_batch_loss(trainee, pack, grid, groups, 1.0, last=n == 1).backward()
+    again = [held_rows(p.grad)[0] for p in resting.values() if p.grad is not None]
     micro_batch_loss(trainee, packs[0], grid, groups, 1.0)  # and no backward
     return {
+        "after an error": all(torch.equal(a, b) for a, b in zip(again, gradients.values(), strict=True)),
         "none between": all(g is None for g in between),
         "no copies": during == storage,
         "at rest": after == resting and dict(named_weights(trainee)) == {n[3:]: p for n, p in resting.items()},
@@ -148,4 +166,5 @@ def test_replicas_copy_nothing_and_have_the_same_gradients_to_the_bit() -> None:
         assert result["none between"]
         assert result["no copies"]
         assert result["at rest"]
+        assert result["after an error"]
         assert all(torch.equal(g, first["gradients"][n]) for n, g in result["gradients"].items())
