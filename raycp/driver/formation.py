@@ -330,7 +330,9 @@ class Formation:
     def grow(self) -> None:
         """Brings missing workers and spares closer, beside the running job; never waits."""
         self._fleet.recruit(self._worlds.limits.workers[1] + self._elastic.spares)
-        self.add_keepers()
+        if self.memory is not None:
+            for node in self._fleet.nodes:
+                self.memory.begin(node)
 
     def add_keepers(self) -> None:
         """A keeper on every node that has, or will have, workers."""

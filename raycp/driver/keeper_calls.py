@@ -88,21 +88,12 @@ def start_keepers(
     Raises:
         ClusterError: one does not start; none is left behind then.
     """
-    remote = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(Keeper)
     handles: dict[str, Any] = {}
     deadline = time.monotonic() + START_SECONDS
     for node_id in node_ids:
-        made = remote.options(
-            name=f"{_PREFIX}{node_id}",
-            namespace=namespace,
-            lifetime="detached",
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-            runtime_env={"env_vars": {"MALLOC_ARENA_MAX": "2"}},
-        )
         while node_id not in handles:
             try:
-                handles[node_id] = made.remote(**arguments)
+                handles[node_id] = _begin(node_id, namespace, arguments)
             except ValueError as error:  # the name is taken: the one before has not quite ended
                 if time.monotonic() > deadline:
                     raise ClusterError(f"no keeper on node {node_id[:8]}: {error}", fix="see the reason") from error
@@ -120,6 +111,60 @@ def start_keepers(
             )
         started[node_id] = (handles[node_id], answer)
     return started
+
+
+class Arrivals:
+    """Keepers on nodes that come while the run goes on: they start beside it, and nobody waits for them."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, tuple[Any, Any, float]] = {}
+
+    def __contains__(self, node_id: object) -> bool:
+        return node_id in self._calls
+
+    def look(
+        self, node_id: str, namespace: str, arguments: Mapping[str, Any], *, timeout: float = 0.0
+    ) -> tuple[Any, KeeperAddress] | None:
+        """Starts a keeper on a node, or takes the one that was started there before.
+
+        Args:
+            node_id: where there is none.
+            namespace: of the run.
+            arguments: of `Keeper`.
+            timeout: seconds to wait for it.
+
+        Returns:
+            (handle, address) once it answers, else None: call it again. One that does not start is ended, and the next
+            call starts another.
+        """
+        if node_id not in self._calls:
+            try:
+                handle = _begin(node_id, namespace, arguments)
+            except ValueError:  # the name is taken: the one before has not quite ended
+                return None
+            self._calls[node_id] = handle, on(handle, "address", CONTROL).remote(), time.monotonic()
+        handle, call, since = self._calls[node_id]
+        answer = answers_of({node_id: call}, timeout)[node_id]
+        if isinstance(answer, GetTimeoutError) and time.monotonic() - since < START_SECONDS:
+            return None
+        del self._calls[node_id]
+        if isinstance(answer, KeeperAddress):
+            return handle, answer
+        end_actor(handle)
+        return None
+
+
+def _begin(node_id: str, namespace: str, arguments: Mapping[str, Any]) -> Any:
+    """A new keeper; raises ValueError where there is one of that name."""
+    remote = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(Keeper)
+    return remote.options(
+        name=f"{_PREFIX}{node_id}",
+        namespace=namespace,
+        lifetime="detached",
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        runtime_env={"env_vars": {"MALLOC_ARENA_MAX": "2"}},
+    ).remote(**arguments)
 
 
 def on(handle: Any, method: str, group: str) -> Any:

@@ -17,11 +17,13 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycp.driver.cluster import NodeInfo, live_nodes
-from raycp.driver.copies import SnapshotBudget, newest_point, replica_homes, snapshot_budget
+from raycp.driver.copies import newest_point, replica_homes
 from raycp.driver.keeper_calls import (
     COLLECT,
     CONTROL,
     DISK,
+    START_SECONDS,
+    Arrivals,
     Flush,
     KeeperLost,
     answers_of,
@@ -38,16 +40,7 @@ from workers.keeper import SETTLE_SECONDS, Inventory
 from workers.memory_reader import MemoryPoint
 from workers.wire import KeeperAddress
 
-__all__ = [
-    "Collected",
-    "Flush",
-    "KeeperLost",
-    "Keepers",
-    "MemoryPoint",
-    "SnapshotBudget",
-    "newest_point",
-    "snapshot_budget",
-]
+__all__ = ["Collected", "Flush", "KeeperLost", "Keepers", "MemoryPoint"]
 
 ORDER_SECONDS = 10.0
 """How long a keeper may take to answer an order."""
@@ -94,6 +87,7 @@ class Keepers:
         self._namespace = namespace
         self._generation = generation
         self._handles: dict[str, Any] = {}
+        self._arrivals = Arrivals()
         self._ranks: dict[str, list[int]] = {}
         self._expected: dict[int, _Expected] = {}
         self._polls: dict[Any, tuple[str, int, float]] = {}
@@ -180,6 +174,11 @@ class Keepers:
         """
         if node.node_id not in self.addresses:
             self._start_on([node.node_id])
+
+    def begin(self, node: NodeInfo) -> None:
+        """As `add`, but never waits: call it again until the node is in `addresses`."""
+        if node.node_id not in self.addresses:
+            self._arrive(node.node_id, 0.0)
 
     def drop(self, node_id: str) -> None:
         """Forgets a keeper whose node, or which itself, is lost; ends it if it lives. Does not wait."""
@@ -400,7 +399,17 @@ class Keepers:
     # -- pieces -----------------------------------------------------------------------------------------------------
 
     def _start_on(self, node_ids: Sequence[str]) -> None:
-        made = start_keepers(node_ids, self._namespace, {**self._options, "generation": self._generation})
+        for node_id in [n for n in node_ids if n in self._arrivals]:
+            self._arrive(node_id, START_SECONDS)
+        left = [n for n in node_ids if n not in self.addresses]
+        self._take(start_keepers(left, self._namespace, {**self._options, "generation": self._generation}))
+
+    def _arrive(self, node_id: str, timeout: float) -> None:
+        arguments = {**self._options, "generation": self._generation}
+        made = self._arrivals.look(node_id, self._namespace, arguments, timeout=timeout)
+        self._take({} if made is None else {node_id: made})
+
+    def _take(self, made: Mapping[str, tuple[Any, KeeperAddress]]) -> None:
         with self._lock:
             for node_id, (handle, address) in made.items():
                 self._handles[node_id], self.addresses[node_id] = handle, address

@@ -374,6 +374,10 @@ class FakeKeepers:
         self.addresses[node.node_id] = KeeperAddress(node_id=node.node_id, host="", port=1, unix="")
         self.held.setdefault(node.node_id, {})
 
+    def begin(self, node: NodeInfo) -> None:
+        if node.node_id not in self.addresses:
+            self.add(node)
+
     def drop(self, node_id: str) -> None:
         self.addresses.pop(node_id, None)
         self.gone = [n for n in self.gone if n != node_id]
