@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from raycp.attention import Groups, build_groups
 from raycp.errors import ClusterError, WorkerError
@@ -76,6 +76,7 @@ class ProcessGroups:
             mesh = build_mesh(rendezvous.grid.world_size, device.name)
             attention = build_groups(rendezvous.grid, rank=rendezvous.rank, timeout=timeout)
         except (RuntimeError, dist.DistError) as error:
+            _forget_attempt()
             raise WorkerError(  # most likely a consequence of a failure elsewhere
                 f"rank {rendezvous.rank} of generation {rendezvous.generation} could not connect through the store "
                 f"{rendezvous.store_host}:{rendezvous.store_port}: {error}",
@@ -161,6 +162,17 @@ class ProcessGroups:
             raise ClusterError(
                 f"a warm-up all-reduce over {size} ranks gave {float(one.item())}", fix="check the network back end"
             )
+
+
+def _forget_attempt() -> None:
+    """Leaves no trace of groups that could not be made.
+
+    torch counts a group before it connects it, and names the next one by that count: without this, a rank that failed
+    once would wait under another name than its peers for ever.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _world.group_count = 0
 
 
 def _abort_backends(groups: list[dist.ProcessGroup | None]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from raycp.driver.store import open_store
-from raycp.errors import ClusterError
+from raycp.errors import ClusterError, WorkerError
 from raycp.plan import RankGrid
 from raycp.training.device import resolve_device
 from tests.multiproc.launcher import run_ranks
@@ -94,5 +94,47 @@ def test_rebuild_in_place_with_another_grid_and_only_with_a_newer_generation() -
 
 def test_a_store_that_nobody_hosts_is_named() -> None:
     nowhere = rendezvous(0, RankGrid(dp=1, ring=1), port=1, timeout=2.0)
-    with pytest.raises(ClusterError, match=r"store 127\.0\.0\.1:1"):
+    with pytest.raises(WorkerError, match=r"store 127\.0\.0\.1:1"):
         ProcessGroups.create(nowhere, device=CPU, address=LOOPBACK)
+
+
+def _meets_after_a_failure(rank: int, world_size: int, port: int) -> float:
+    """Rank 0 waits in vain for rank 1, which is late; then both join the next generation."""
+    groups = create(rank, world_size, port)
+    grid = RankGrid(dp=1, ring=world_size)
+    if rank == 0:
+        with pytest.raises(WorkerError, match="could not connect"):
+            groups.rebuild(rendezvous(rank, grid, port, generation=2, timeout=1.0), device=CPU, address=LOOPBACK)
+    groups = groups.rebuild(rendezvous(rank, grid, port, generation=3, timeout=10.0), device=CPU, address=LOOPBACK)
+    groups.warm()
+    result = total()
+    dist.barrier()
+    groups.abort()
+    groups.destroy()
+    return result
+
+
+def test_a_rank_that_failed_to_connect_once_meets_its_peers_in_the_next_generation() -> None:
+    """It waited under another name for ever: torch counts groups that could not be made."""
+    store = open_store(LOOPBACK)
+    assert run_ranks(_meets_after_a_failure, 2, store.port) == [2.0, 2.0]
+
+
+def _second_try_of_a_new_rank(rank: int, world_size: int, port: int) -> str:
+    """A rank without groups fails to connect, and is not in the way of its own next attempt."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    grid = RankGrid(dp=1, ring=2)
+    with pytest.raises(WorkerError):
+        ProcessGroups.create(rendezvous(0, grid, port, timeout=1.0), device=CPU, address=LOOPBACK)
+    alone = RankGrid(dp=1, ring=1)
+    groups = ProcessGroups.create(rendezvous(0, alone, port, generation=2 + rank), device=CPU, address=LOOPBACK)
+    groups.warm()
+    groups.destroy()
+    return "well"
+
+
+def test_a_new_rank_that_failed_to_connect_can_try_again() -> None:
+    store = open_store(LOOPBACK)
+    assert run_ranks(_second_try_of_a_new_rank, 1, store.port) == ["well"]
