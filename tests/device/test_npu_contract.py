@@ -13,7 +13,13 @@ import pytest
 
 from tests.device import torch_npu_here as here
 
-FILES = {"contract_device": 6, "contract_schemas": 20, "contract_golden": 20, "contract_exactness": 60}
+FILES = {
+    "contract_llama": 2,
+    "contract_device": 6,
+    "contract_schemas": 20,
+    "contract_golden": 20,
+    "contract_exactness": 60,
+}
 """Files below `inside`, and how many tests each has at least."""
 STUBS = {"aclInit", "aclrtMalloc", "aclrtGetDeviceCount", "rtKernelLaunch", "MsprofRegisterCallback"}
 
