@@ -184,11 +184,11 @@ def run_case(case: Case, folder: Path, inputs: dict[str, str], *, until: int = 0
         pid = ranks(folder / "out")[rank]
         node = nodes.node_of(pid)
         fault = nodes.signal(nodes.processes(node) if whole else [psutil.Process(pid)], number)
-        wait("recovered", lambda found: any(e["event"] == "recovered" for e in found))
-        if case.regrow and whole:
-            nodes.add(2)
-        goal = "resized" if case.regrow else "recovered"
-        wait(f"{AFTER} steps after {goal}", lambda found: steps_after(found, goal) >= AFTER)
+        wait(f"{AFTER} steps after recovered", lambda found: steps_after(found, "recovered") >= AFTER)
+        if case.regrow:
+            if whole:
+                nodes.add(2)
+            wait(f"{AFTER} steps after resized", lambda found: steps_after(found, "resized") >= AFTER)
         end(process)
         return measure(read_lines(events), fault=fault, step=step)
 
