@@ -11,8 +11,10 @@ import pytest
 
 from data_pipeline import StepSchedule
 from raycp.config import ElasticConfig, FitConfig
+from raycp.driver.cluster import NodeInfo
 from raycp.driver.controller import Controller, Outcome, RunState
 from raycp.driver.display import Display
+from raycp.driver.formation import Formation
 from raycp.driver.record import RunRecord
 from raycp.driver.signals import StopSignal
 from raycp.driver.worlds import Worlds
@@ -22,7 +24,7 @@ from raycp.plan import CostModel, RankGrid
 from raycp.plan.resize import WorldLimits
 from raycp.training.device import resolve_device
 from raycp.training.spec import ModelSpec
-from tests.unit.driver.fake_cluster import START, FakeCheckpoints, FakeCluster, Fault, after
+from tests.unit.driver.fake_cluster import START, FakeCheckpoints, FakeCluster, FakeKeepers, Fault, after
 from workers.messages import RunSpec, StoreSpec
 
 TOTAL = 6
@@ -184,6 +186,37 @@ def test_without_a_spare_the_world_shrinks_and_grows_back_without_losing_a_step(
     assert [e["grid"]["cp"] for e in named(tmp_path, "step")] == [4, 4, 2, 2, 4, 4]
     (resized,) = named(tmp_path, "resized")
     assert (resized["steps_lost"], resized["steps_redone"], resized["source"]) == (0, 0, "memory")
+
+
+def test_a_run_that_grows_does_not_stand_still_while_a_keeper_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeCluster(TWO_NODES, [Fault("step", 2, "node", rank=3)])
+    began: list[str] = []
+
+    class Late(list[str]):
+        def append(self, what: str) -> None:
+            super().append(what)
+            if what == "step 4":
+                cluster.room["c"] = 2
+
+    def waits(keepers: FakeKeepers, node: NodeInfo) -> None:
+        raise AssertionError("training waited for a keeper to start")
+
+    cluster.calls = Late(cluster.calls)
+    run = Run(tmp_path, cluster)
+    grow = Formation.grow
+
+    def watched(formation: Formation) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeKeepers, "add", waits)
+            patch.setattr(FakeKeepers, "begin", lambda keepers, node: began.append(node.node_id))
+            grow(formation)
+
+    monkeypatch.setattr(Formation, "grow", watched)
+    run()
+    check_complete(tmp_path, run)
+    assert "c" in began
 
 
 def test_a_fixed_degree_waits_for_capacity_and_gives_up_with_the_cause(tmp_path: Path) -> None:
