@@ -14,7 +14,7 @@ from raycp.training.optim import sum_over_ranks
 from raycp.training.sharding import held_rows, named_weights
 from raycp.training.spec import ModelSpec
 from tests.multiproc.launcher import RankError, run_ranks
-from tests.multiproc.training_cases import make_step, micro_batch_loss, tiny_llama, trainee_on
+from tests.multiproc.training_cases import difference, make_step, micro_batch_loss, tiny_llama, trainee_on, whole
 
 NUMEL = 1001
 SIZES = (0, 1, 2, 500)
@@ -168,3 +168,26 @@ def test_replicas_copy_nothing_and_have_the_same_gradients_to_the_bit() -> None:
         assert result["at rest"]
         assert result["after an error"]
         assert all(torch.equal(g, first["gradients"][n]) for n, g in result["gradients"].items())
+
+
+def in_bfloat16(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """Gradients of two micro-batches, sharded, replicated, and replicated in fp32."""
+    grid = RankGrid(dp=1, ring=world_size)
+    groups = build_groups(grid)
+    found = []
+    for shard, dtype in (("full", "bfloat16"), ("none", "bfloat16"), ("none", "float32")):
+        trainee = trainee_on(grid, ModelSpec.of(tiny_llama(tie_word_embeddings=True)), shard=shard, dtype=dtype)
+        for n, pack in enumerate(make_step(2)):
+            micro_batch_loss(trainee, pack, grid, groups, 1.0, last=n == 1).backward()
+        for _, p in named_weights(trainee):
+            assert p.dtype == torch.float32
+            assert p.grad is not None
+            assert p.grad.dtype == torch.float32
+        found.append({n: whole(p.grad) for n, p in named_weights(trainee) if p.grad is not None})
+    return found
+
+
+def test_replicas_in_bfloat16_have_fp32_masters_and_the_gradients_of_shards() -> None:
+    sharded, replicated, exact = run_ranks(in_bfloat16, 2)[0]
+    assert difference(replicated, sharded) < 2e-3
+    assert 2e-3 < difference(replicated, exact) < 0.1
