@@ -1,6 +1,7 @@
 """Who is to blame when several ranks report a failure."""
 
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -109,3 +110,16 @@ def test_the_causes_that_ray_merely_lists_are_not_taken_for_the_cause() -> None:
     assert "OOM" not in str(error)
     assert error.details["cause"].startswith("its process died")
     assert error.details["lost_ranks"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [(ActorDiedError(), 0.0), (TimeoutError("no answer"), 5.0), (TimeoutError("no progress"), 9.0)],
+)
+def test_the_time_since_a_killed_rank_last_spoke_is_not_the_time_to_see_its_end(
+    error: BaseException, seconds: float
+) -> None:
+    ranks = membership()
+    ranks._heard = {1: time.monotonic() - 5.0}
+    ranks._beats = {1: beat(9.0)} if "progress" in str(error) else {}
+    assert ranks._blame({1: error}, "step 4").details["silent_seconds"] == pytest.approx(seconds, abs=0.5)
