@@ -248,38 +248,50 @@ class Keeper:
                 bytes=table.bytes,
             )
 
-    def keep_only(self, generation: int, step: int, files: Sequence[str]) -> None:
+    def keep_only(self, generation: int, step: int, files: Sequence[str], *, by: int) -> None:
         """The run continues from these shards of this step; everything else is given up.
 
         Args:
             generation: of the step's manifest.
             step: optimizer steps done; -1, with no files, gives up everything.
             files: of the manifest's shards.
+            by: generation of the driver.
+
+        Raises:
+            StaleGenerationError: a newer driver has this keeper.
         """
-        self._heard = time.monotonic()
+        self._hear(by)
         with self._changed:
             self._exchange.table.keep_only(generation, step, files)
             self._manifests = [m for m in self._manifests if m.age == (generation, step)]
             self._changed.notify_all()
 
-    def kill(self, pid: int, started: float) -> bool:
+    def kill(self, pid: int, started: float, *, by: int) -> bool:
         """Kills a process of this node at once, if it is the one that was started then (process ids come again).
 
         Args:
             pid: its id.
             started: its start as `psutil.Process(pid).create_time()` gives it.
+            by: generation of the driver.
 
         Returns:
             False: it is gone, or another process has its id.
+
+        Raises:
+            StaleGenerationError: a newer driver has this keeper.
         """
-        self._heard = time.monotonic()
+        self._hear(by)
         return kill_process(pid, started)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
-    def pin(self, step: int, files: Sequence[str]) -> list[str]:
-        """Keeps these shards until `persist` has written them; returns those that are not held."""
-        self._heard = time.monotonic()
+    def pin(self, step: int, files: Sequence[str], *, by: int) -> list[str]:
+        """Keeps these shards until `persist` has written them; returns those that are not held.
+
+        Raises:
+            StaleGenerationError: a newer driver has this keeper.
+        """
+        self._hear(by)
         missing = []
         with self._changed:
             for file in files:
@@ -291,7 +303,7 @@ class Keeper:
                     self._pins[step, file] = slot
         return missing
 
-    def persist(self, manifest: Manifest, folder: str, files: Sequence[str], *, commit: bool) -> None:
+    def persist(self, manifest: Manifest, folder: str, files: Sequence[str], *, commit: bool, by: int) -> None:
         """Writes these shards to storage; durable when it returns. They are no longer pinned then.
 
         Args:
@@ -299,12 +311,14 @@ class Keeper:
             folder: of the step.
             files: names of shards that are held here.
             commit: also commits the step if all shards of it are there.
+            by: generation of the driver.
 
         Raises:
             OSError: the storage refused.
             CheckpointError: a shard is not held, or is damaged.
-            StaleGenerationError: a newer generation committed to that storage.
+            StaleGenerationError: a newer driver has this keeper, or a newer generation committed to that storage.
         """
+        self._hear(by)
         storage = Storage.of(folder)
         try:
             for shard in manifest.shards:
@@ -316,8 +330,17 @@ class Keeper:
         if commit:
             commit_if_whole(storage, manifest)
 
-    def close(self) -> None:
-        """Gives all memory back and ends the process."""
+    def close(self, *, by: int | None = None) -> None:
+        """Gives all memory back and ends the process.
+
+        Args:
+            by: generation of the driver; None: its own decision.
+
+        Raises:
+            StaleGenerationError: a newer driver has this keeper.
+        """
+        if by is not None:
+            self._hear(by)
         self._close()
         self._end()
 

@@ -13,7 +13,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycp.errors import ClusterError, RaycpError
+from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
+from raycp.training.manifest import Manifest
 from workers.keeper import Keeper
 from workers.wire import KeeperAddress
 
@@ -21,6 +22,8 @@ CONTROL, COLLECT, DISK = "control", "collect", "disk"
 """Concurrency groups of a keeper: orders, long polls, writes."""
 START_SECONDS = 60.0
 """How long a new keeper may take to answer."""
+PIN_SECONDS = 2.0
+"""How long a keeper may take to say what it holds."""
 _PREFIX = "keeper-"
 _GROUPS = {CONTROL: 8, COLLECT: 32, DISK: 8}
 
@@ -63,6 +66,59 @@ class Flush:
                 raise answer
             del self._calls[reference]
         return not self._calls
+
+
+def order_flush(
+    handles: Mapping[str, Any],
+    manifest: Manifest,
+    homes: Mapping[str, Sequence[str]],
+    folder: str,
+    *,
+    commit: bool,
+    by: int,
+) -> Flush:
+    """Has every shard pinned by a keeper that holds it, and then written.
+
+    Args:
+        handles: of the keepers that may be asked, by node id.
+        manifest: of the step.
+        homes: by shard file: nodes that should hold it, the best first.
+        folder: of the step on storage.
+        commit: the keepers also commit the step.
+        by: generation of the driver.
+
+    Raises:
+        CheckpointError: a shard is held by no keeper that answers.
+        StaleGenerationError: a newer driver has the keepers.
+    """
+    left = {file: [n for n in nodes if n in handles] for file, nodes in homes.items()}
+    chosen: dict[str, list[str]] = {}
+    wanted = list(left)
+    while wanted:
+        asked: dict[str, list[str]] = {}
+        for file in wanted:
+            if not left[file]:
+                raise CheckpointError(
+                    f"{file} of step {manifest.step} is held by no keeper that answers",
+                    fix="write a newer step, or continue from the newest checkpoint",
+                )
+            asked.setdefault(left[file].pop(0), []).append(file)
+        calls = {n: on(handles[n], "pin", CONTROL).remote(manifest.step, files, by=by) for n, files in asked.items()}
+        wanted = []
+        for node_id, answer in answers_of(calls, PIN_SECONDS).items():
+            if isinstance(answer, StaleGenerationError):
+                raise answer
+            missing = asked[node_id] if isinstance(answer, BaseException) else answer
+            wanted += missing
+            chosen.setdefault(node_id, []).extend(f for f in asked[node_id] if f not in missing)
+    shared = ray.put(manifest)
+    return Flush(
+        {
+            on(handles[n], "persist", DISK).remote(shared, folder, files, commit=commit, by=by): n
+            for n, files in chosen.items()
+            if files
+        }
+    )
 
 
 def find_keepers(namespace: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from raycp.driver.copies import newest_point, replica_homes
 from raycp.driver.keeper_calls import (
     COLLECT,
     CONTROL,
-    DISK,
     START_SECONDS,
     Arrivals,
     Flush,
@@ -32,9 +31,10 @@ from raycp.driver.keeper_calls import (
     first_line,
     lost,
     on,
+    order_flush,
     start_keepers,
 )
-from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
+from raycp.errors import ClusterError, RaycpError, StaleGenerationError
 from raycp.training.manifest import Manifest, ShardRecord
 from workers.keeper import SETTLE_SECONDS, Inventory
 from workers.memory_reader import MemoryPoint
@@ -157,13 +157,14 @@ class Keepers:
 
     @classmethod
     def attach(cls, namespace: str) -> "Keepers":
-        """The keepers of a run that are there: starts none and fences nobody. For a look at them, and for `close`."""
+        """The keepers of a run that are there: starts none, fences nobody, speaks for the driver in force."""
         keepers = cls({}, namespace, 0)
         keepers._handles = find_keepers(namespace)
         calls = {node_id: on(h, "address", CONTROL).remote() for node_id, h in keepers._handles.items()}
         for node_id, answer in answers_of(calls, ORDER_SECONDS).items():
             if isinstance(answer, KeeperAddress):
                 keepers.addresses[node_id] = answer
+        keepers._generation = max((i.generation for i in keepers._inventories().values()), default=0)
         return keepers
 
     def add(self, node: NodeInfo) -> None:
@@ -193,14 +194,15 @@ class Keepers:
             end_actor(handle)
 
     def close(self) -> None:
-        """Ends all keepers of the run and gives their memory back; idempotent."""
+        """Ends all keepers of the run and gives their memory back, but not those of a newer driver; idempotent."""
         with self._lock:
             handles = {**self._handles, **find_keepers(self._namespace)}
             self._handles, self.addresses, self._beats = {}, {}, {}
             self._polls, self._expected, self._ranks = {}, {}, {}
-        answers_of({node_id: on(h, "close", CONTROL).remote() for node_id, h in handles.items()}, COMMIT_SECONDS)
-        for handle in handles.values():
-            end_actor(handle)
+        calls = {n: on(h, "close", CONTROL).remote(by=self._generation) for n, h in handles.items()}
+        for node_id, answer in answers_of(calls, COMMIT_SECONDS).items():
+            if not isinstance(answer, StaleGenerationError):
+                end_actor(handles[node_id])
 
     def held_bytes(self) -> dict[str, int]:
         """Memory that each reachable keeper holds, by node id."""
@@ -300,11 +302,14 @@ class Keepers:
 
         Raises:
             KeeperLost: a keeper does not answer.
+            StaleGenerationError: a newer driver has the keepers.
         """
         manifest = None if point is None else point.manifest
         arguments = (-1, -1, []) if manifest is None else (*manifest.age, [s.file for s in manifest.shards])
         with self._lock:
-            calls = {n: on(h, "keep_only", CONTROL).remote(*arguments) for n, h in self._handles.items()}
+            calls = {
+                n: on(h, "keep_only", CONTROL).remote(*arguments, by=self._generation) for n, h in self._handles.items()
+            }
         self._raise_first(answers_of(calls, ORDER_SECONDS))
 
     def kill_process(self, node_id: str, pid: int, started: float) -> bool:
@@ -322,7 +327,9 @@ class Keepers:
             handle = self._handles.get(node_id)
         if handle is None:
             return False
-        answer = answers_of({node_id: on(handle, "kill", CONTROL).remote(pid, started)}, 1.0)[node_id]
+        answer = answers_of({node_id: on(handle, "kill", CONTROL).remote(pid, started, by=self._generation)}, 1.0)[
+            node_id
+        ]
         return answer is True
 
     def unreachable(self, seconds: float) -> list[str]:
@@ -359,42 +366,14 @@ class Keepers:
 
         Raises:
             CheckpointError: a shard is held by no keeper that answers.
+            StaleGenerationError: a newer driver has the keepers.
         """
-        wanted = [s.file for s in manifest.shards]
-        if any((manifest.step, file) not in self._where for file in wanted):
+        if any((manifest.step, s.file) not in self._where for s in manifest.shards):
             self._look_up(manifest)
-        homes = {file: list(self._where.get((manifest.step, file), ())) for file in wanted}
-        chosen: dict[str, list[str]] = {}
-        while wanted:
-            asked: dict[str, list[str]] = {}
-            for file in wanted:
-                node_id = next((n for n in homes[file] if n in self.addresses), None)
-                if node_id is None:
-                    raise CheckpointError(
-                        f"{file} of step {manifest.step} is held by no keeper that answers",
-                        fix="write a newer step, or continue from the newest checkpoint",
-                    )
-                asked.setdefault(node_id, []).append(file)
-            with self._lock:
-                calls = {
-                    n: on(self._handles[n], "pin", CONTROL).remote(manifest.step, files) for n, files in asked.items()
-                }
-            wanted = []
-            for node_id, answer in answers_of(calls, COMMIT_SECONDS).items():
-                missing = asked[node_id] if isinstance(answer, BaseException) else answer
-                for file in missing:
-                    homes[file].remove(node_id)
-                wanted += missing
-                chosen.setdefault(node_id, []).extend(f for f in asked[node_id] if f not in missing)
-        shared = ray.put(manifest)
+        homes = {s.file: self._where.get((manifest.step, s.file), []) for s in manifest.shards}
         with self._lock:
-            return Flush(
-                {
-                    on(self._handles[n], "persist", DISK).remote(shared, folder, files, commit=commit): n
-                    for n, files in chosen.items()
-                    if files
-                }
-            )
+            handles = dict(self._handles)
+        return order_flush(handles, manifest, homes, folder, commit=commit, by=self._generation)
 
     # -- pieces -----------------------------------------------------------------------------------------------------
 

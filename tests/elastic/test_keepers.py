@@ -202,6 +202,12 @@ def test_the_generation_fence_refuses_a_driver_that_comes_back(cluster: Cluster)
     ):
         with pytest.raises(StaleGenerationError, match="generation 1 was fenced off: generation 2"):
             refused()
+    with pytest.raises(StaleGenerationError):
+        zombie.keep_only(None)
+    with pytest.raises(StaleGenerationError):
+        zombie.persist(manifest, "/nowhere")
+    assert not zombie.kill_process(next(iter(keepers.addresses)), os.getpid(), psutil.Process().create_time())
+    zombie.close()  # ends nothing
     old_ranks.snapshot(3)
     assert all(old_ranks.wait())
     assert_holds(keepers.newest(), 2)  # complete before the fence

@@ -223,6 +223,11 @@ def test_everything_of_an_older_generation_is_refused(nodes: Nodes) -> None:
         lambda: a.collect(1, 2, 1.0),
         lambda: a.commit(manifest_of(2, shards)),
         lambda: a.beat(1),
+        lambda: a.keep_only(1, 1, [], by=1),
+        lambda: a.kill(os.getpid(), 0.0, by=1),
+        lambda: a.pin(1, [], by=1),
+        lambda: a.persist(manifest, "/nowhere", [], commit=True, by=1),
+        lambda: a.close(by=1),
     ):
         with pytest.raises(StaleGenerationError, match="generation 1 was fenced off: generation 2"):
             refused()
@@ -236,7 +241,7 @@ def test_everything_of_an_older_generation_is_refused(nodes: Nodes) -> None:
     assert "generation 1 was fenced off" in str(late.problem)
     assert_holds(nodes.point(), 2)  # what was sealed before the fence counts: nothing is redone
     for k in nodes.keepers.values():
-        k.keep_only(1, 1, [s.file for s in manifest.shards])
+        k.keep_only(1, 1, [s.file for s in manifest.shards], by=2)
     assert_holds(nodes.point(), 1)
     ranks.close()
 
@@ -430,19 +435,19 @@ def test_a_step_is_written_beside_the_run_and_is_an_ordinary_checkpoint(nodes: N
     folder = step_folder(tmp_path / "checkpoints", 1)
     parts = {"a": [s.file for s in manifest.shards[:2]], "b": [s.file for s in manifest.shards[2:]]}
     for name, files in parts.items():
-        assert nodes[name].pin(1, files) == []
-    assert nodes["a"].pin(1, ["other"]) == ["other"]
+        assert nodes[name].pin(1, files, by=1) == []
+    assert nodes["a"].pin(1, ["other"], by=1) == ["other"]
     for number in (2, 3, 4):  # the run goes on meanwhile
         step(nodes, ranks, number)
     for name, files in parts.items():
-        nodes[name].persist(manifest, str(folder), files, commit=True)
+        nodes[name].persist(manifest, str(folder), files, commit=True, by=1)
     assert verify(folder) == manifest
     assert newest(tmp_path / "checkpoints").manifest == manifest
     step(nodes, ranks, 5)
     state = sum(s.bytes for s in manifest.shards)
     assert [k.inventory().bytes for k in nodes.keepers.values()] == [2 * state] * 2  # the third images are gone
     with pytest.raises(CheckpointError, match="is not held on node a"):
-        nodes["a"].persist(manifest, str(folder), parts["a"], commit=False)
+        nodes["a"].persist(manifest, str(folder), parts["a"], commit=False, by=1)
     ranks.close()
 
 
@@ -452,7 +457,7 @@ def test_a_damaged_image_makes_no_file(nodes: Nodes, tmp_path: Path) -> None:
     file = manifest.shards[0].file
     flip(nodes["a"], 1, file)
     with pytest.raises(CheckpointError, match="was damaged in memory"):
-        nodes["a"].persist(manifest, str(tmp_path / "out"), [file], commit=True)
+        nodes["a"].persist(manifest, str(tmp_path / "out"), [file], commit=True, by=1)
     assert list((tmp_path / "out").iterdir()) == []
     ranks.close()
 
@@ -462,7 +467,7 @@ def test_storage_that_refuses_is_an_error_with_its_number(nodes: Nodes, tmp_path
     manifest = step(nodes, ranks, 1)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
-        nodes["a"].persist(manifest, str(tmp_path / "file"), [manifest.shards[0].file], commit=True)
+        nodes["a"].persist(manifest, str(tmp_path / "file"), [manifest.shards[0].file], commit=True, by=1)
     assert_holds(nodes.point(), 1)
     step(nodes, ranks, 2)
     ranks.close()
@@ -501,7 +506,7 @@ def test_a_driver_that_beats_keeps_them_and_storage_that_is_newer_stays(tmp_path
         nodes["a"].beat(1)
         time.sleep(0.1)
     assert nodes.ended == []
-    nodes["a"].persist(manifest, str(step_folder(tmp_path, 1)), [manifest.shards[0].file], commit=True)
+    nodes["a"].persist(manifest, str(step_folder(tmp_path, 1)), [manifest.shards[0].file], commit=True, by=1)
     written = (step_folder(tmp_path, 1) / manifest.shards[0].file).stat().st_mtime_ns
     assert eventually(lambda: nodes.ended == ["a"], 10)
     assert (step_folder(tmp_path, 1) / manifest.shards[0].file).stat().st_mtime_ns == written
@@ -532,9 +537,9 @@ def test_a_process_is_killed_by_id_and_start_and_no_other(nodes: Nodes) -> None:
     assert not kill_process(1, started)
     assert not kill_process(os.getpid(), psutil.Process().create_time())
     os.kill(process.pid, signal.SIGSTOP)
-    assert nodes["a"].kill(process.pid, started)
+    assert nodes["a"].kill(process.pid, started, by=1)
     assert process.wait(5) == -signal.SIGKILL
-    assert not nodes["a"].kill(process.pid, started)
+    assert not nodes["a"].kill(process.pid, started, by=1)
 
 
 def test_nothing_is_left_when_keepers_end(tmp_path: Path) -> None:
