@@ -5,6 +5,7 @@ on every rank, without a message; where a replica has fewer packs than another, 
 no target), so that every rank enters the same collectives. Costs one attention plan per pack and rank, made ahead.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,8 @@ class Batcher:
         self._device = device
         self._on_layer = on_layer
         self._ahead = PlanAhead(self._plan)
+        self.waited = 0.0
+        """Seconds that `micro_batches` waited for packs and plans, or cut and moved them, in all."""
 
     def assigned(self, pack_ids: Sequence[int]) -> list[int | None]:
         """Pack ids that this rank's replica runs, in order; None is an empty micro-batch.
@@ -107,7 +110,10 @@ class Batcher:
         """
         coming = [*assigned, *following]
         for i, pack_id in enumerate(assigned):
-            yield self._share(self._ahead.take(pack_id, coming[i + 1 :]))
+            began = time.perf_counter()
+            batch = self._share(self._ahead.take(pack_id, coming[i + 1 :]))
+            self.waited += time.perf_counter() - began
+            yield batch
 
     def _plan(self, pack_id: int | None) -> Planned:
         pack = _empty_pack() if pack_id is None else self._loader.pack(pack_id)

@@ -103,6 +103,10 @@ class StepReport:
     """Most remote K/V blocks that this rank held at once."""
     stall_seconds: float = 0.0
     """Time that this step waited for the copy of the state of the step before."""
+    data_seconds: float = 0.0
+    """Time that this step waited for its packs and their attention plans."""
+    copy_problem: str = ""
+    """Why this rank's last copy was not made, and none will be until it is attached to a keeper again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def run_step(
     Raises:
         NonFiniteError: the loss or the gradient is not finite (on all ranks at once).
     """
-    began = time.perf_counter()
+    began, waited = time.perf_counter(), batcher.waited
     assigned = batcher.assigned(request.pack_ids)
     weight = loader.step_weight(request.pack_ids)
     scale = 1.0 / weight if weight > 0 else 0.0
@@ -97,6 +97,7 @@ def run_step(
         seconds=time.perf_counter() - began,
         remote_blocks_held=held,
         stall_seconds=stalled,
+        data_seconds=batcher.waited - waited,
     )
 
 

@@ -68,9 +68,10 @@ class Display:
         part = f"{progress['micro_batch']}/{progress['micro_batches']} packs, {progress['ring_steps_done']} ring steps"
         self._bar.set_postfix({**self._shown, str(progress["phase"]): part}, refresh=True)
 
-    def step(self, *, loss: float, tokens_per_second: float, lr: float) -> None:
-        """One step is done."""
+    def step(self, *, loss: float, tokens_per_second: float, lr: float, data_share: float = 0.0) -> None:
+        """One step is done; `data_share` of its time the slowest rank waited for data."""
         self._shown = {"loss": f"{loss:.4f}", "tokens/s": f"{tokens_per_second:,.0f}", "lr": f"{lr:.2e}"}
+        self._shown["data wait"] = f"{data_share:.1%}"
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update(1)
 

@@ -175,7 +175,7 @@ def identity_of(
     }
     flat |= {name: tree[name] for name in ("seq_length", "global_batch", "seed")}
     for part in ("data", "optim"):
-        flat |= {f"{part}.{name}": value for name, value in tree[part].items()}
+        flat |= {f"{part}.{name}": value for name, value in tree[part].items() if name != "local_copy"}
     return dict(json.loads(json.dumps(flat)))
 
 

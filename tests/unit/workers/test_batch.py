@@ -81,3 +81,14 @@ def fields(parts: list[MicroBatch]) -> list[tuple[int, ...]]:
 def rows_of(*columns: list[Any]) -> list[tuple[int, ...]]:
     """Sorted (position, id, target) rows."""
     return sorted(zip(*(np.concatenate([np.asarray(c) for c in column]).tolist() for column in columns), strict=True))
+
+
+def test_the_time_that_a_step_waits_for_data_is_counted(loader: PackLoader) -> None:
+    one = batcher(loader, dp=1, cp=1, rank=0)
+    ids = list(range(loader.packs_per_epoch))
+    batches = list(one.micro_batches(one.assigned(ids)))
+    assert len(batches) == len(ids)
+    assert 0 < one.waited < 60
+    before = one.waited
+    assert list(one.micro_batches([])) == []
+    assert one.waited == before
