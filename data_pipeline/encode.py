@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,13 +45,32 @@ class Tokenizer(Protocol):
     def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str: ...
 
 
-@dataclass(frozen=True, eq=False)
 class Encoded:
-    """ids [n] int64; `ends` [n]: the character just after each token in the encoded text."""
+    """Tokens of a text.
 
-    ids: Int64
-    starts: Int64
-    ends: Int64
+    Args:
+        ids: [n] int64.
+        spans: gives ([n] first character, [n] the character just after) of each token; asked for once, when needed,
+            since that takes half as long as encoding and plain text does not need it.
+    """
+
+    def __init__(self, ids: Int64, spans: Callable[[], tuple[Int64, Int64]]) -> None:
+        self.ids = ids
+        self._ask = spans
+
+    @cached_property
+    def _spans(self) -> tuple[Int64, Int64]:
+        return self._ask()
+
+    @property
+    def starts(self) -> Int64:
+        """[n] first character of each token."""
+        return self._spans[0]
+
+    @property
+    def ends(self) -> Int64:
+        """[n] the character just after each token."""
+        return self._spans[1]
 
     def count_before(self, cut: int) -> int:
         """Tokens that end at or before character `cut`."""
@@ -125,11 +144,11 @@ class Encoder:
             if literal:
                 ids = self.tokenizer([literal], add_special_tokens=False, split_special_tokens=True, verbose=False)
                 plain = np.array(ids.encodings[0].ids, dtype=np.int64)
-                pieces.append(Encoded(plain, np.full(plain.size, start), np.full(plain.size, end)))
+                pieces.append(_known(plain, np.full(plain.size, start), np.full(plain.size, end)))
             place = end
         if not pieces:
-            return Encoded(*(np.zeros(0, np.int64),) * 3)
-        return Encoded(
+            return _known(*(np.zeros(0, np.int64),) * 3)
+        return _known(
             np.concatenate([p.ids for p in pieces]),
             np.concatenate([p.starts for p in pieces]),
             np.concatenate([p.ends for p in pieces]),
@@ -164,9 +183,16 @@ class Encoder:
 
 
 def _encoded(encoding: Any) -> Encoded:
-    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-    return Encoded(np.array(encoding.ids, dtype=np.int64), offsets[:, 0], np.maximum.accumulate(offsets[:, 1]))
+    def spans() -> tuple[Int64, Int64]:
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return offsets[:, 0], np.maximum.accumulate(offsets[:, 1])
+
+    return Encoded(np.array(encoding.ids, dtype=np.int64), spans)
+
+
+def _known(ids: Int64, starts: Int64, ends: Int64) -> Encoded:
+    return Encoded(ids, lambda: (starts, ends))
 
 
 def _shifted(encoded: Encoded, by: int) -> Encoded:
-    return encoded if by == 0 else Encoded(encoded.ids, encoded.starts + by, encoded.ends + by)
+    return encoded if by == 0 else _known(encoded.ids, encoded.starts + by, encoded.ends + by)

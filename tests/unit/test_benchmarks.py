@@ -111,7 +111,19 @@ def test_a_missed_bar_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["balance", "bytes", "overlap", "attention_speed", "scaling", "end_to_end", "auto_regret", "detection"]
+    "name",
+    [
+        "balance",
+        "bytes",
+        "overlap",
+        "attention_speed",
+        "scaling",
+        "end_to_end",
+        "auto_regret",
+        "detection",
+        "packing",
+        "preparing",
+    ],
 )
 def test_every_command_runs(name: str, tmp_path: Path) -> None:
     more = ["--picture", str(tmp_path / "scaling.svg")] if name == "scaling" else []
