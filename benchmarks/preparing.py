@@ -1,6 +1,6 @@
 """What preparing a large corpus costs: seconds, memory of each process, going on after a kill, and the second start.
 
-A corpus of text rows is written to a temporary folder (2 GB; documents of 200 to 60 000 characters, one of 4 million),
+A corpus of text rows is written to a temporary folder (2 GB; documents of 200 to 60 000 characters, one of a million words),
 prepared by Ray tasks over all cores, killed on the way (SIGKILL to every process), started again, and found by a third
 call. Peak resident memory is sampled ten times a second over the driver and every process below it, mapped files and
 shared memory included. The tokenizer splits at white space, several times as fast as byte-pair encoding. All is
@@ -36,7 +36,7 @@ def make_corpus(path: Path, size: int) -> None:
     rng = np.random.default_rng(0)
     written, number = 0, 0
     with path.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps({"text": " ".join(words[:600_000])[:4_000_000]}) + "\n")
+        stream.write(json.dumps({"text": " ".join((words * 4)[:1_000_000])}) + "\n")
         while written < size:
             start = int(rng.integers(len(words) - 12_000))
             text = f"{number} " + " ".join(words[start : start + int(np.exp(rng.uniform(3.6, 9.3)))])
@@ -151,7 +151,10 @@ def run(report: Report, size: int, root: Path) -> None:
     seconds = time.perf_counter() - began
     store = DocumentStore.open(str(found["folder"]))
     parts = len(list(store.folder.glob("part-*")))
-    print(f"killed after {written} of {parts} parts; {len(store):,} documents, {store.num_tokens:,} tokens in all")
+    print(
+        f"killed after {written} of {parts} parts; {len(store):,} documents, {store.num_tokens:,} tokens in all, "
+        f"the longest document {store.report['longest']:,}"
+    )
     report.at_most("going on: seconds for the parts that were missing", seconds, None, " s")
     rate = data.stat().st_size * (parts - written) / parts / 1e6 / seconds
     report.at_least("going on: text prepared per second, start included", rate, None, " MB/s")
