@@ -32,9 +32,14 @@ _STAMPS = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified
 
 @dataclass(frozen=True)
 class File:
-    """One file of rows. `name` is its path or URL, as row ids show it."""
+    """One file of rows. `name` is its path or URL as it was said, which row ids show; `path` is absolute."""
 
     name: str
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            object.__setattr__(self, "path", self.name if self.remote else os.path.abspath(self.name))
 
     @property
     def remote(self) -> bool:
@@ -70,14 +75,14 @@ class File:
     def size(self) -> int:
         """Bytes, as stored; -1 where the file system does not say."""
         if not self.remote:
-            return os.stat(self.name).st_size
+            return os.stat(self.path).st_size
         found = _info(self.name).get("size")
         return -1 if found is None else int(found)
 
     def stamp(self) -> str | None:
         """What changes when the file does, without reading it; None where there is nothing to trust."""
         if not self.remote:
-            stat = os.stat(self.name)
+            stat = os.stat(self.path)
             return f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
         info = _info(self.name)
         found = {key: str(info[key]) for key in _STAMPS if info.get(key)}
@@ -85,13 +90,13 @@ class File:
 
     def changed_at(self) -> float | None:
         """Seconds since the epoch of the last change of a local file."""
-        return None if self.remote else os.stat(self.name).st_mtime
+        return None if self.remote else os.stat(self.path).st_mtime
 
     @contextlib.contextmanager
     def open_raw(self) -> Iterator[BinaryIO]:
         """The bytes as stored."""
         if not self.remote:
-            with open(self.name, "rb") as stream:
+            with open(self.path, "rb") as stream:
                 yield stream
             return
         with _remote_errors(self.name):

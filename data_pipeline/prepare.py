@@ -59,7 +59,7 @@ def prepare(
         DataError, ModelError: as `build_store`; the first bad row that was met, not always the first of the data.
         ClusterError: tasks fail for reasons of the cluster, on every node that could run them.
     """
-    root = Path(folder)
+    root = Path(folder).absolute()
 
     def run(function: Callable[[Any], Any], items: list[Any]) -> Iterator[tuple[int, Any]]:
         much = len(items) > 1 and sum(map(_bytes_of, items)) > local_bytes
@@ -67,7 +67,7 @@ def prepare(
             connect()
         if not much or not ray.is_initialized():
             return serially(function, items)
-        return Tasks(root, {file.name for file in map(_file_of, items) if not file.remote})(function, items)
+        return Tasks(root, {file.path for file in map(_file_of, items) if not file.remote})(function, items)
 
     return build_store(data, tokenizer, seq_length=seq_length, config=config, folder=root, progress=progress, run=run)
 

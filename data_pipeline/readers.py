@@ -115,7 +115,7 @@ def look_at_all(files: list[File], *, memory: Path | None = None, run: Run = ser
     looks: dict[str, Look] = {}
     stamps = {file.name: file.stamp() for file in files}
     for file in files:
-        entry = known.get(file.name)
+        entry = known.get(file.path)
         if entry and entry["stamp"] == stamps[file.name] and entry["part_bytes"] == part_bytes:
             looks[file.name] = Look(
                 digest=entry["digest"], size=entry["size"], cuts=tuple(tuple(cut) for cut in entry["cuts"])
@@ -126,7 +126,7 @@ def look_at_all(files: list[File], *, memory: Path | None = None, run: Run = ser
         looks[file.name] = look
         changed = file.changed_at()
         if stamps[file.name] is not None and (changed is None or time.time() - changed > _SETTLED):
-            known[file.name] = {"stamp": stamps[file.name], "part_bytes": part_bytes, **asdict(look)}
+            known[file.path] = {"stamp": stamps[file.name], "part_bytes": part_bytes, **asdict(look)}
     if missing and memory is not None:
         _remember(memory, known)
     return [looks[file.name] for file in files]

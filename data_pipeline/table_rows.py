@@ -72,7 +72,7 @@ def parquet_parts(file: File, part_bytes: int) -> list[tuple[int, int | None, in
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file.name) as parquet:
+        with pq.ParquetFile(file.path) as parquet:
             groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
             return _grouped([(g.num_rows, g.total_byte_size) for g in groups], part_bytes)
     except (pa.ArrowInvalid, OSError) as error:
@@ -88,7 +88,7 @@ def arrow_parts(file: File, part_bytes: int) -> list[tuple[int, int | None, int,
     import pyarrow as pa
 
     try:
-        with pa.memory_map(file.name) as raw:
+        with pa.memory_map(file.path) as raw:
             if raw.read(6) != b"ARROW1":
                 return [(0, None, 1, raw.size())]
             reader = pa.ipc.open_file(raw)

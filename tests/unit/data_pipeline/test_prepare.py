@@ -166,3 +166,11 @@ def test_the_bar_shows_rows_and_share():
         bar._bar.refresh()
     assert "preparing data:  50%" in out.getvalue()
     assert "3,000 rows" in out.getvalue()
+
+
+def test_relative_paths_mean_the_callers_folder_on_every_node(cluster, small_parts, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    over_ray = prepare(rows.name, make_tokenizer(), **settings("stores"), local_bytes=0)
+    assert over_ray.row_id(3) == "rows.jsonl:4"
+    assert over_ray.folder.parent == tmp_path / "stores"
+    assert over_ray.fingerprint == build_store(str(rows), make_tokenizer(), **settings(tmp_path / "b")).fingerprint
