@@ -8,6 +8,7 @@ ends itself, so that no trainer outlives its node's place in the cluster. Costs 
 one thread that looks at its parent twice a second.
 """
 
+import dataclasses
 import gc
 import os
 import threading
@@ -35,7 +36,7 @@ from raycp.errors import (
     StaleGenerationError,
     WorkerError,
 )
-from raycp.training.checkpoint import CheckpointReader, ShardRecord, write_shard
+from raycp.training.checkpoint import CheckpointReader, ShardRecord, verify, write_shard
 from raycp.training.device import device_memory, host_memory, torch_device
 from raycp.training.export import export_hf
 from raycp.training.layers import AttentionLayers
@@ -210,7 +211,7 @@ class TrainWorker:
 
         def body() -> None:
             state = self._require_state(generation)
-            reader = CheckpointReader(Path(checkpoint))
+            reader = CheckpointReader(checkpoint)
             import_state(state.trainee, state.optimizer, reader.read)
 
         self._guard(generation, body)
@@ -289,6 +290,7 @@ class TrainWorker:
             )
             if request.snapshot and snapshots is not None:
                 snapshots.begin(request.step, export_state(state.trainee, state.optimizer))
+                return dataclasses.replace(report, copy_problem=snapshots.problem or "")
             return report
 
         return self._guard(request.generation, body, step=request.step)
@@ -321,7 +323,7 @@ class TrainWorker:
         def body() -> ShardRecord:
             state = self._require_state(generation)
             spans = export_state(state.trainee, state.optimizer)
-            return write_shard(Path(folder), state.rank, spans, generation=generation)
+            return write_shard(folder, state.rank, spans, generation=generation)
 
         return self._guard(generation, body, step=step)
 
@@ -331,7 +333,8 @@ class TrainWorker:
         def body() -> str:
             self._require_state(generation)
             spec = self._spec
-            export_hf(CheckpointReader(Path(checkpoint)), spec.model, spec.tokenizer_folder, Path(out), spec.dtype)
+            verify(checkpoint)  # what is exported is what was committed
+            export_hf(CheckpointReader(checkpoint), spec.model, spec.tokenizer_folder, Path(out), spec.dtype)
             return out
 
         return self._guard(generation, body)
@@ -399,6 +402,7 @@ class TrainWorker:
                 time=happened,
                 communication=_is_communication(error),
                 fatal=isinstance(error, _FATAL),
+                damaged=isinstance(error, CheckpointError),
                 traceback=traceback.format_exc(),
             ) from None
 

@@ -12,9 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from raycp.driver.keeper_calls import KeeperLost
 from raycp.errors import CheckpointError, ClusterError
 from raycp.events import EventLog
-from raycp.training.checkpoint import Newest, commit, discard_uncommitted, newest, prune, step_folder
+from raycp.training.checkpoint import (
+    Newest,
+    commit,
+    discard_uncommitted,
+    newest,
+    newest_committed,
+    prune,
+    step_folder,
+)
 from raycp.training.manifest import Manifest
 from raycp.training.storage import Storage
 from workers.storage import storage_fix
@@ -74,6 +83,13 @@ class Checkpoints:
             self._say(message)
         return found
 
+    def stored_step(self) -> int:
+        """The newest committed step, by its manifest alone; -1 if there is none."""
+        if self.newest_step < 0:
+            manifest = newest_committed(self.root)
+            return -1 if manifest is None else manifest.step
+        return self.newest_step
+
     def loaded(self, folder: str, step: int) -> None:
         """The run continues from this one."""
         self.newest, self.newest_step = folder, step
@@ -96,7 +112,11 @@ class Checkpoints:
         if self._writing is None and self._due is not None:
             manifest, self._due = self._due, None
             folder = step_folder(self.root, manifest.step)
-            handle = writers.persist(manifest, folder.where)
+            try:
+                handle = writers.persist(manifest, folder.where)
+            except CheckpointError as error:  # its only holders were lost a moment ago
+                self._failed(manifest, folder, error)
+                return
             self._writing = _Writing(manifest=manifest, folder=folder, handle=handle, began=time.monotonic())
 
     def finish(self, manifest: Manifest, writers: Writers, *, seconds: float) -> bool:
@@ -114,7 +134,9 @@ class Checkpoints:
                 if self._due is None:
                     return self.newest_step >= manifest.step
             self.advance(writers)
-        return False
+            if self._writing is None and self._due is None:
+                break
+        return self.newest_step >= manifest.step
 
     def forget(self) -> None:
         """The ranks or keepers that wrote are gone: what is in progress will not be completed."""
@@ -126,14 +148,16 @@ class Checkpoints:
             if not done:
                 return False
             self.commit(writing.manifest, began=writing.began, stall_seconds=0.0)
+        except KeeperLost:  # nothing is wrong with the storage: another holder writes
+            self._due = self._due or writing.manifest
         except (OSError, CheckpointError) as error:
-            self._failed(writing, error)
+            self._failed(writing.manifest, writing.folder, error)
         return True
 
-    def _failed(self, writing: _Writing, error: Exception) -> None:
+    def _failed(self, manifest: Manifest, folder: Storage, error: Exception) -> None:
         self._failures += 1
-        step, fix = writing.manifest.step, storage_fix(error)
-        self._events.write("checkpoint_failed", step=step, error=str(error), fix=fix, path=writing.folder.where)
+        step, fix = manifest.step, storage_fix(error)
+        self._events.write("checkpoint_failed", step=step, error=str(error), fix=fix, path=folder.where)
         self._say(
             f"the checkpoint of step {step} could not be written: {error}\n  fix: {fix or 'look at the storage'}; the "
             f"state is in memory, and the newest checkpoint is {self.newest or 'none yet'}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from raycp.driver.blame import cause_of, unwrap
 from raycp.driver.cluster import ClusterHandle, NodeInfo, live_nodes
 from raycp.driver.membership import CONTROL
 from raycp.driver.placement import Reservation, allocate, describe_slots, order_ranks, slots
@@ -24,9 +25,15 @@ from workers.actor import TrainWorker
 from workers.messages import Probe, RunSpec
 
 LOOK_SECONDS = 1.0
-"""Time between two looks at the cluster while workers are missing."""
+"""Time between two looks at the cluster while workers are missing, and at an idle worker."""
 WARM_SECONDS = 300.0
 """How long a new worker may take to start and import."""
+SOON_SECONDS = 60.0
+"""How long a new worker counts as one that will be ready soon, which a resize waits for."""
+AVOID_SECONDS = 60.0
+"""How long nobody is hired on a node that was silent, unless Ray sees its end earlier."""
+START_ATTEMPTS = 3
+"""How often the first workers are started again where one of them dies."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +88,8 @@ class Fleet:
         self._pending: list[_Pending] = []
         self._reservations: list[Reservation] = []
         self._refused: set[str] = set()
+        self._avoided: dict[str, float] = {}
+        self._idle: dict[Worker, tuple[Any, float]] = {}
         self._looked = 0.0
         folder = Path(spec.output_dir) / ".raycp"
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +104,9 @@ class Fleet:
 
     @property
     def warming(self) -> bool:
-        """Whether new processes are on their way."""
-        return bool(self._recruits or self._pending)
+        """Whether new processes are on their way, and may be ready soon."""
+        soon = time.monotonic() - SOON_SECONDS
+        return any(r.since > soon for r in self._recruits) or any(p.since > soon for p in self._pending)
 
     @property
     def nodes(self) -> list[NodeInfo]:
@@ -122,18 +132,53 @@ class Fleet:
         self._add(reservation)
         if not self._cluster.started_here:  # a local Ray imports from the driver's own folders
             check_packages([share.node for share in reservation.shares])
-        actors = [self._start(seat) for seat in self._seats]
-        calls = [a.probe.remote(str(self._nonce_path), self._nonce) for a in actors]
-        try:
-            probes: list[Probe] = ray.get(calls, timeout=timeout + 120)
-        except ray.exceptions.RayError as error:
-            raise ClusterError(
-                f"a worker did not start: {error}",
-                fix="look at the node's log (memory, Python environment); then run the same command again",
-            ) from error
-        raise_if_any([p for probe in {p.node_id: p for p in probes}.values() for p in _problems(probe)])
-        self._workers = [Worker(actor=a, probe=p, seat=s) for a, p, s in zip(actors, probes, self._seats, strict=True)]
+        for seat in self._seats:
+            self._hire(seat)
+        for attempt in range(1, START_ATTEMPTS + 1):
+            failure = self._first_probes(time.monotonic() + timeout + 120)
+            raise_if_any([p for q in {w.probe.node_id: w.probe for w in self._workers}.values() for p in _problems(q)])
+            if len(self._workers) >= workers:
+                break
+            if attempt == START_ATTEMPTS or not isinstance(failure, ray.exceptions.RayActorError):
+                raise ClusterError(
+                    f"a worker did not start: {failure}",
+                    fix="look at the node's log (memory, Python environment); then run the same command again",
+                ) from failure
+            self._say(f"a worker died while it started; starting another one ({cause_of(failure)})")
+            self._fill_up(workers, cp=cp, timeout=timeout)
         self._sort()
+
+    def _first_probes(self, deadline: float) -> BaseException | None:
+        """Waits for all that were hired; those that are ready become workers. The first failure, if there is one."""
+        failure: BaseException | None = None
+        while self._recruits:
+            ray.wait([r.probe for r in self._recruits], num_returns=1, timeout=LOOK_SECONDS)
+            alive = {n.node_id for n in live_nodes()}
+            for recruit in list(self._recruits):
+                done, _ = ray.wait([recruit.probe], timeout=0)
+                gone = recruit.seat.node.node_id not in alive
+                if not (done or gone or time.monotonic() > deadline):
+                    continue
+                self._recruits.remove(recruit)
+                try:
+                    probe: Probe = ray.get(recruit.probe, timeout=0)
+                    self._workers.append(Worker(actor=recruit.actor, probe=probe, seat=recruit.seat))
+                except (ray.exceptions.RayError, RaycpError) as error:
+                    lost = ray.exceptions.ActorUnavailableError("its node has died", None) if gone else error
+                    failure = failure or unwrap(lost)
+                    ray.kill(recruit.actor, no_restart=True)
+        return failure
+
+    def _fill_up(self, workers: int, *, cp: int, timeout: float) -> None:
+        """Hires again where somebody died, and elsewhere where a node did."""
+        self._forget_dead({n.node_id for n in live_nodes()})
+        taken = {w.seat for w in self._workers}
+        free = [s for s in self._seats if s not in taken]
+        missing = workers - len(self._workers) - len(free)
+        if missing > 0:
+            free += self._add(self._reserve(missing, 0, cp, timeout))
+        for seat in free:
+            self._hire(seat)
 
     def _reserve(self, workers: int, spares: int, cp: int, timeout: float) -> Reservation:
         deadline = time.monotonic() + timeout
@@ -176,13 +221,18 @@ class Fleet:
             - sum(sum(s.ranks for s in p.reservation.shares) for p in self._pending)
         )
         now = time.monotonic()
-        if missing <= 0 or now - self._looked < LOOK_SECONDS:
+        if (missing <= 0 and not self._recruits and not self._pending) or now - self._looked < LOOK_SECONDS:
             return ready
         self._looked = now
-        nodes = [n for n in live_nodes() if n.node_id not in self._refused]
-        self._forget_dead({n.node_id for n in nodes})
+        alive = live_nodes()
+        self._forget_dead({n.node_id for n in alive})  # also where somebody was hired meanwhile: call again
+        self._avoided = {n: until for n, until in self._avoided.items() if until > now}
+        nodes = [n for n in alive if n.node_id not in self._refused and n.node_id not in self._avoided]
+        if missing <= 0:
+            return ready
         taken = {w.seat for w in self._workers} | {r.seat for r in self._recruits}
-        for seat in [s for s in self._seats if s not in taken][:missing]:
+        usable = {n.node_id for n in nodes}
+        for seat in [s for s in self._seats if s not in taken and s.node.node_id in usable][:missing]:
             self._hire(seat)
             missing -= 1
         room = {n.node_id: slots(n, self._resource, free=True) for n in nodes}
@@ -236,6 +286,23 @@ class Fleet:
         probe = actor.probe.remote(str(self._nonce_path), self._nonce)
         self._recruits.append(_Recruit(seat=seat, actor=actor, probe=probe, since=time.monotonic()))
 
+    def lost_idle(self, among: Sequence[Worker], seconds: float) -> list[Worker]:
+        """Which of these idle workers have ended, or were silent for `seconds`; never waits, call it often."""
+        now = time.monotonic()
+        self._idle = {w: asked for w, asked in self._idle.items() if w in among}
+        lost: list[Worker] = []
+        for worker in among:
+            asked = self._idle.get(worker)
+            if asked is not None:
+                reference, since = asked
+                done, _ = ray.wait([reference], timeout=0)
+                if (done and _raises(reference)) or (not done and now - since > seconds):
+                    lost.append(worker)
+                if not done or now - since < LOOK_SECONDS:
+                    continue
+            self._idle[worker] = (worker.actor.progress.options(concurrency_group=CONTROL).remote(), now)
+        return lost
+
     def drop_lost(self, among: Sequence[Worker], seconds: float) -> None:
         """Lets go of those idle workers that do not answer within `seconds`: nobody waits for a spare, so nobody sees
         its end.
@@ -267,8 +334,9 @@ class Fleet:
         if workers:
             self._forget_dead({n.node_id for n in live_nodes()})
 
-    def drop_node(self, node_id: str) -> None:
-        """Forgets the seats of a node that is gone, so that nobody is hired there."""
+    def avoid(self, node_id: str) -> None:
+        """Gives up the seats of a node that is silent, and hires nobody there for a while."""
+        self._avoided[node_id] = time.monotonic() + AVOID_SECONDS
         self._forget_dead({s.node.node_id for s in self._seats} - {node_id})
 
     def close(self) -> None:
@@ -282,6 +350,9 @@ class Fleet:
         self._nonce_path.unlink(missing_ok=True)
 
     def _forget_dead(self, alive: set[str]) -> None:
+        for pending in [p for p in self._pending if any(s.node.node_id not in alive for s in p.reservation.shares)]:
+            self._pending.remove(pending)
+            pending.reservation.release()
         dead = {s.node.node_id for s in self._seats} - alive
         if not dead:
             return
@@ -319,6 +390,14 @@ class Fleet:
         nodes = [n.node_id for n in self.nodes]
         order = order_ranks([w.probe for w in self._workers], nodes)
         self._workers = [self._workers[i] for i in order]
+
+
+def _raises(reference: Any) -> bool:
+    try:
+        ray.get(reference, timeout=0)
+    except ray.exceptions.RayError:
+        return True
+    return False
 
 
 def _problems(probe: Probe) -> list[Problem]:

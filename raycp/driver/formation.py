@@ -7,7 +7,7 @@ lost is killed before its place is given away, and keepers refuse what comes of 
 groups, and the build and the copy of the model's shards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline import Cursor, StepSchedule
@@ -20,7 +20,7 @@ from raycp.driver.record import RunRecord
 from raycp.driver.recovery import Incident, Phase
 from raycp.driver.runtime import KeepersLike, RanksLike, Runtime
 from raycp.driver.worlds import World, Worlds
-from raycp.errors import WorkerError
+from raycp.errors import ClusterError, WorkerError
 from raycp.events import EventLog
 from raycp.training.latest import fence
 from workers.messages import Rendezvous, RunSpec
@@ -219,11 +219,12 @@ class Formation:
         members = [Member(rank=r, actor=w.actor, probe=w.probe) for r, w in enumerate(self._workers)]
         self._ranks = self._runtime.ranks(members, self._record.generation)
         if self.memory is not None:
-            self.add_keepers()
+            self._add_keepers()
             self.memory.assign(self._record.generation, [m.probe.node_id for m in members])
 
     def _connect(self, world: World) -> None:
-        self._store = store = self._runtime.open_store()
+        self._store = self._runtime.open_store()  # held here only: dropping it frees whoever waits in it
+        port = self._store.port
         per_node: dict[str, int] = {}
         for member in self.ranks.members:
             per_node[member.probe.node_id] = per_node.get(member.probe.node_id, 0) + 1
@@ -236,7 +237,7 @@ class Formation:
                     rank=member.rank,
                     grid=world.grid,
                     store_host=self._runtime.address,
-                    store_port=store.port,
+                    store_port=port,
                     timeout=COLLECTIVE_TIMEOUT,
                     threads=max(1, member.probe.cpu_count // per_node[member.probe.node_id]),
                     keeper=keepers.get(member.probe.node_id),
@@ -244,14 +245,18 @@ class Formation:
                 )
             )
 
-        self.ranks.gather(join, what="connecting the workers", patience=PATIENCE)
+        self.ranks.gather(join, what="connecting the workers", release=self._close_store)
+
+    def _close_store(self) -> None:
+        """Frees every rank that waits in the store for one that does not come."""
+        self._store = None
 
     def _restore(self, world: World, commits: Commits) -> Source:
         """Makes the model and fills it from the newest complete state: memory, storage, or its own weights."""
         generation = self._record.generation
         point = self.memory.newest(commits.known) if self.memory is not None else None
         found = None
-        if point is None or point.manifest.step < self._checkpoints.newest_step:
+        if point is None or point.manifest.step < self._checkpoints.stored_step():
             point, found = None, self._checkpoints.find()
         manifest = point.manifest if point is not None else found.manifest if found is not None else None
         self.ranks.gather(
@@ -270,7 +275,6 @@ class Formation:
             self.ranks.gather(
                 lambda m: m.actor.restore_memory.remote(generation, point, self._secret),
                 what=f"restoring step {step} from memory",
-                patience=PATIENCE,
             )
             commits.adopt(manifest)
             commits.rewind(step)
@@ -293,15 +297,20 @@ class Formation:
         """After a failure: whoever is left comes to rest, whoever is lost is fenced off."""
         clock = self._runtime.clock
         with incident.phase(Phase.FREEZE, clock):
-            self._store = None  # frees every rank that waits in it
+            self._close_store()
             lost = set(self.ranks.freeze(max(FREEZE_SECONDS, self._elastic.heartbeat_timeout)))
             lost |= set(error.details.get("lost_ranks", ()))
         with incident.phase(Phase.FENCE, clock):
             gone = [w for r, w in enumerate(self._workers) if r in lost and w in self._fleet.workers]
-            if gone and self.memory is not None:
-                for node_id in self.memory.unreachable(ANSWER_SECONDS):
-                    self.memory.drop(node_id)  # first, so that nobody waits for it to kill a process
+            silent = self.memory.unreachable(ANSWER_SECONDS) if self.memory is not None else ()
+            for node_id in silent:
+                assert self.memory is not None
+                self.memory.drop(node_id)  # first, so that nobody waits for it to kill a process
             self._fleet.dismiss(gone, self._kill)
+            left = {w.probe.node_id for w in self._fleet.workers}
+            for node_id in {w.probe.node_id for w in gone} - left:
+                if node_id in silent:  # Ray takes seconds to see that a node is gone, a minute for one that is cut off
+                    self._fleet.avoid(node_id)
 
     def _kill(self, node_id: str, pid: int, started: float) -> bool:
         return self.memory is not None and self.memory.kill_process(node_id, pid, started)
@@ -315,31 +324,72 @@ class Formation:
         assert self.memory is not None
         self._say(f"{lost.message}: training goes on, and another keeper is started")
         self.memory.drop(lost.node_id)
-        self.add_keepers()
-        generation = self._record.generation
-        self.memory.assign(generation, [m.probe.node_id for m in self.ranks.members])
-        addresses = self.memory.addresses
+        self._add_keepers()
+        self.memory.assign(self._record.generation, [m.probe.node_id for m in self.ranks.members])
+        self.attach([m.rank for m in self.ranks.members if m.probe.node_id == lost.node_id])
+
+    def attach(self, ranks: Sequence[int]) -> None:
+        """These ranks send their copies to their node's keeper, from the next one on.
+
+        Raises:
+            WorkerError: one of them is gone.
+        """
+        assert self.memory is not None
+        generation, addresses = self._record.generation, self.memory.addresses
         self.ranks.gather(
             lambda m: m.actor.attach.remote(generation, addresses[m.probe.node_id], self._secret),
             what="attaching to the keepers",
-            only=[m.rank for m in self.ranks.members if m.probe.node_id == lost.node_id],
+            only=ranks,
         )
 
     # -- when capacity comes ----------------------------------------------------------------------------------------
 
     def grow(self) -> None:
         """Brings missing workers and spares closer, beside the running job; never waits."""
+        idle = [w for w in self._fleet.workers if w not in self._workers]
+        lost = self._fleet.lost_idle(idle, self._elastic.heartbeat_timeout)
+        if lost:
+            self._idle_lost(lost)
         self._fleet.recruit(self._worlds.limits.workers[1] + self._elastic.spares)
         if self.memory is not None:
             for node in self._fleet.nodes:
                 self.memory.begin(node)
 
-    def add_keepers(self) -> None:
-        """A keeper on every node that has, or will have, workers."""
+    def _idle_lost(self, lost: Sequence[Any]) -> None:
+        """Spares have ended, or do not answer; with them the keeper of their node, if the node is gone."""
+        homes = [m.probe.node_id for m in self.ranks.members]
         if self.memory is not None:
-            for node in self._fleet.nodes:
-                if node.node_id not in self.memory.addresses:
+            silent = set(self.memory.unreachable(ANSWER_SECONDS)) - set(homes)
+            for node_id in silent:
+                self.memory.drop(node_id)
+                self._fleet.avoid(node_id)
+            if silent:
+                self.memory.assign(self._record.generation, homes)
+        self._fleet.dismiss(lost, self._kill)
+
+    def _add_keepers(self) -> None:
+        """A keeper on every node of a rank; on the nodes of spares they start beside the run.
+
+        Raises:
+            WorkerError: one does not start: its node was lost meanwhile.
+        """
+        assert self.memory is not None
+        homes = {m.probe.node_id for m in self.ranks.members}
+        for node in self._fleet.nodes:
+            try:
+                if node.node_id in homes:
                     self.memory.add(node)
+                else:
+                    self.memory.begin(node)
+            except ClusterError as error:
+                raise WorkerError(
+                    f"no keeper starts on the node of a rank: {error.message}",
+                    fix=error.fix,
+                    rank=None,
+                    node=node.address,
+                    node_id=node.node_id,
+                    cause=error.message,
+                ) from error
 
     def bigger(self) -> World | None:
         """A larger world that the workers which are ready could form, once none is on its way any more."""

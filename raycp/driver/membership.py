@@ -88,6 +88,7 @@ class Membership:
         only: Sequence[int] | None = None,
         patience: float = 1.0,
         meanwhile: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls every member (or those in `only`) and waits for all answers.
 
@@ -97,6 +98,7 @@ class Membership:
             only: ranks to call.
             patience: factor on the time without an answer after which a rank counts as frozen.
             meanwhile: called about ten times a second while answers are missing; must not raise.
+            release: called after the first failure, before the others' answers are waited for: frees them.
 
         Returns:
             The answers, in rank order.
@@ -130,6 +132,8 @@ class Membership:
                 failures |= self._silent(waiting, patience * self._unresponsive_after)
                 failures |= self._stuck(waiting, patience * self._unresponsive_after) if not failures else {}
             if failures:
+                if release is not None:
+                    release()
                 self._fail(failures, {r: references[r] for r in pending}, what)
         return [answers[m.rank] for m in chosen]
 

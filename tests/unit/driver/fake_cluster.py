@@ -210,6 +210,9 @@ class FakeCluster:
     def drop_lost(self, among: Sequence[FakeWorker], seconds: float) -> None:
         self.workers = [w for w in self.workers if w not in among or (w.actor.alive and not w.actor.frozen)]
 
+    def avoid(self, node_id: str) -> None:
+        assert all(w.probe.node_id != node_id for w in self.workers), "workers there are in use"
+
     def lost_idle(self, among: Sequence[FakeWorker], seconds: float) -> list[FakeWorker]:
         return [w for w in among if not w.actor.alive or w.actor.frozen]
 
