@@ -389,3 +389,16 @@ def test_a_part_of_other_bytes_is_not_taken_for_it(tmp_path, many, small_parts):
     (store.folder / names[2]).rename(store.folder / names[1])
     (tmp_path / "aside").rename(store.folder / names[2])
     assert contents(run(many, tmp_path / "s")) == want
+
+
+def test_a_document_of_a_million_tokens(tmp_path):
+    file = write(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7]}, {"input_ids": [i % 300 for i in range(1_000_000)]}])
+    with pytest.raises(
+        DataError, match=rf"1 document\(s\) have more than seq_length=131072 .* has 1000000, row {file}:2"
+    ):
+        run(file, tmp_path / "s", seq_length=131_072)
+    store = run(file, tmp_path / "s", seq_length=131_072, overflow="split")
+    assert store.lengths.tolist() == [3, *[131_072] * 7, 1_000_000 - 7 * 131_072]
+    assert store.max_positions == 1_000_000
+    assert store.report["overflow"]["targets_lost"] == 7
+    assert run(file, tmp_path / "s", seq_length=131_072, overflow="split_restart").max_positions == 131_072

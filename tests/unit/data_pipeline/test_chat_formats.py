@@ -5,6 +5,7 @@ import pytest
 from data_pipeline.examples import Conversation
 from data_pipeline.formats import detect_format, parser_of, renamed
 from data_pipeline.rows import Row
+from raycp.config import DataConfig, FitConfig, column_map
 from raycp.errors import DataError
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -200,3 +201,13 @@ def test_an_unknown_row_is_told_how_to_map():
     with pytest.raises(DataError, match="columns 'question', 'answer' are of no known format") as error:
         detect_format(Row("f:1", {"question": "x", "answer": "y"}))
     assert "data.columns='prompt=question, completion=answer'" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [("prompt", "'prompt' is no pair"), ("prompt=", "is no pair"), ("a=b, a=c", "'a' is there twice"), (3, "is a int")],
+)
+def test_a_column_map_that_is_none_is_a_problem_of_the_configuration(columns, why):
+    problems = FitConfig(data=DataConfig(columns=columns)).problems()
+    assert [why in p.message for p in problems] == [True]
+    assert column_map(" prompt = question ,completion=answer,") == {"prompt": "question", "completion": "answer"}
