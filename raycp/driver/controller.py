@@ -9,8 +9,6 @@ what failed, and the same command continues. Costs one message per rank and step
 """
 
 import math
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -22,25 +20,16 @@ from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.commits import Commits
 from raycp.driver.display import Display, draw_losses
 from raycp.driver.formation import PATIENCE, Formation, Source
-from raycp.driver.keepers import KeeperLost
 from raycp.driver.record import RunRecord
 from raycp.driver.recovery import Incident, Strikes, human
-from raycp.driver.runtime import KeepersLike, Runtime
+from raycp.driver.runtime import Runtime
+from raycp.driver.saving import Saving
 from raycp.driver.signals import StopSignal
 from raycp.driver.worlds import Worlds
 from raycp.errors import RaycpError, WorkerError
 from raycp.events import EventLog, read_events
-from raycp.training.checkpoint import step_folder
-from raycp.training.manifest import Manifest, ShardRecord
 from raycp.training.storage import Storage
 from workers.messages import EvalReport, RunSpec, StepReport, StepRequest
-
-COMMIT_SECONDS = 60.0
-"""How long the end of a run, or a resize, waits for the last copies in memory before the ranks write themselves."""
-LAST_SECONDS = 3.0
-"""How long a run that failed waits for the copies of its last step."""
-FLUSH_SECONDS = 60.0
-"""How long a run that failed waits for keepers to bring the last committed step to storage."""
 
 
 class RunState(Enum):
@@ -135,11 +124,17 @@ class Controller:
             secret=secret,
             say=display.say,
         )
-        self._beats: _Beats | None = None
-        self._commits = Commits(events, None, manifest=self._manifest, may_commit=record.check_current)
-        self._lost_keeper: KeeperLost | None = None
+        self._saving = Saving(
+            spec=spec,
+            schedule=schedule,
+            formation=self._formation,
+            checkpoints=checkpoints,
+            record=record,
+            events=events,
+            display=display,
+            clock=runtime.clock,
+        )
         self._attempted = 0
-        self._due: set[int] = set()
         self._evaluated = {int(e["step"]) for e in read_events(events.path) if e["event"] == "eval"}
         self.state = RunState.PLACING
 
@@ -149,8 +144,8 @@ class Controller:
         return self._record.generation
 
     @property
-    def _memory(self) -> KeepersLike | None:
-        return self._formation.memory
+    def _commits(self) -> Commits:
+        return self._saving.commits
 
     @property
     def _gather(self) -> Any:
@@ -166,7 +161,8 @@ class Controller:
         incident: Incident | None = None
         try:
             self._enter(RunState.PLACING, "starting workers")
-            self._place()
+            self._formation.place(state_bytes=self._state_bytes)
+            self._saving.begin()
             while True:
                 try:
                     done = self._form(incident)
@@ -184,19 +180,9 @@ class Controller:
             self._fail(error)
             raise
         finally:
-            if self._beats is not None:
-                self._beats.stop()
-            self._formation.close(keepers=self._ends_keepers())
+            self._formation.close(keepers=self._saving.close())
 
     # -- a world, and the next one ----------------------------------------------------------------------------------
-
-    def _place(self) -> None:
-        self._formation.place(state_bytes=self._state_bytes)
-        if self._memory is not None:
-            self._beats = _Beats(self._memory, every=self._elastic.keeper_ttl / 10)
-            self._commits = Commits(
-                self._events, self._memory, manifest=self._manifest, may_commit=self._record.check_current
-            )
 
     def _form(self, incident: Incident | None) -> int:
         """Forms a world. Returns the steps that are done."""
@@ -224,7 +210,7 @@ class Controller:
             steps_redone=redone,
             source=source.kind,
             path=source.path,
-            grid=self._grid_dict(),
+            grid=self._saving.grid(),
             causes=[{"rank": r, "node": n, "cause": c} for r, n, c in incident.causes],
         )
         if first:
@@ -253,7 +239,7 @@ class Controller:
             attempted = self._attempted if incident is None else incident.attempted
             incident = Incident(began=self._clock(), attempted=attempted, error=error)
         incident.note(error)
-        self._lost_keeper = None
+        self._saving.interrupted()
         self._formation.take_apart(error, incident)
         return incident
 
@@ -266,42 +252,37 @@ class Controller:
         for step in range(done + 1, total + 1):
             self._one_step(step)
             last, stopping = step == total, self._stop.requested
-            due = step % self._elastic.checkpoint_every == 0
             if last or stopping:
-                self._save_now(step)
-            elif due and self._memory is None:
-                self._save_by_ranks(step)
-            elif due:
-                self._due.add(step)
-            self._look_after_memory()
+                self._saving.save_now(step)
+            else:
+                self._saving.after(step)
+            self._saving.look_after()
             self._evaluate_if_due(step)
             if stopping and not last:
                 return step
             self._formation.grow()
             if not last and self._formation.bigger() is not None:
-                self._make_safe(step)
+                self._saving.make_safe(step)
                 return step
         return total
 
     def _one_step(self, step: int) -> None:
-        total, elastic = self._spec.total_steps, self._elastic
+        total = self._spec.total_steps
         self._attempted = max(self._attempted, step)
         pack_ids = self._schedule.pack_ids(step)
         following = self._schedule.pack_ids(step + 1) if step < total else ()
-        snapshot = self._memory is not None and (
-            step % elastic.snapshot_every == 0 or step % elastic.checkpoint_every == 0 or step == total
-        )
+        snapshot = self._saving.wants_copy(step)
         request = StepRequest(
             generation=self.generation, step=step, pack_ids=pack_ids, next_pack_ids=following, snapshot=snapshot
         )
         began = self._clock()
         reports: list[StepReport] = self._gather(
-            lambda m: m.actor.step.remote(request), what=f"step {step}", meanwhile=self._meanwhile
+            lambda m: m.actor.step.remote(request), what=f"step {step}", meanwhile=self._saving.meanwhile
         )
         seconds = self._clock() - began
         self._time.in_steps[step] = seconds
         first, loss = reports[0], _mean(reports)
-        fields = {
+        fields: dict[str, Any] = {
             "loss": loss,
             "grad_norm": first.grad_norm,
             "lr": first.lr,
@@ -309,92 +290,15 @@ class Controller:
             "targets": first.targets,
             "pack_ids": list(pack_ids),
             "seconds": seconds,
-            "grid": self._grid_dict(),
+            "grid": self._saving.grid(),
             "remote_blocks_held": max(r.remote_blocks_held for r in reports),
+            "data_seconds": max(r.data_seconds for r in reports),
         }
         stall = max(r.stall_seconds for r in reports)
         self._commits.reported(step, fields, snapshot=snapshot, stall_seconds=stall)
-        self._display.step(loss=loss, tokens_per_second=first.tokens / max(seconds, 1e-9), lr=first.lr)
-
-    def _meanwhile(self) -> None:
-        """While a step runs: commits what has arrived of the step before."""
-        if self._lost_keeper is None:
-            try:
-                for manifest in self._commits.advance():
-                    self._order_if_due(manifest)
-            except KeeperLost as lost:  # replaced when the step is done, if it was not a whole node
-                self._lost_keeper = lost
-
-    def _look_after_memory(self) -> None:
-        """Commits what has arrived, orders and watches checkpoints, replaces a lost keeper."""
-        if self._memory is None:
-            return
-        self._meanwhile()
-        if self._lost_keeper is not None:
-            self._keeper_lost(self._lost_keeper)
-        self._checkpoints.advance(self._memory)
-
-    def _keeper_lost(self, lost: KeeperLost) -> None:
-        self._lost_keeper = None
-        self._events.write("keeper_lost", node=lost.node_id, step=self._commits.committed)
-        self._formation.replace_keeper(lost)
-        self._commits.lost_copies()
-
-    def _order_if_due(self, manifest: Manifest) -> None:
-        assert self._memory is not None
-        if any(step <= manifest.step for step in self._due):
-            self._due = {s for s in self._due if s > manifest.step}
-            self._checkpoints.order(manifest, self._memory)
-
-    def _make_safe(self, step: int) -> None:
-        """Brings the state of `step`, which is in the ranks, to where another world can take it from."""
-        if self._memory is not None:
-            generation = self.generation
-            if step not in self._commits.known and self._commits.committed < step:
-                raise AssertionError(f"step {step} was never reported")
-            if self._commits.committed < step and not self._commits.expects(step):
-                self._gather(lambda m: m.actor.snapshot.remote(generation, step), what=f"copy of step {step}")
-                self._commits.expect(step)
-            try:
-                for manifest in self._commits.flush(step, COMMIT_SECONDS):
-                    self._order_if_due(manifest)
-            except KeeperLost as lost:
-                self._keeper_lost(lost)
-            if self._commits.committed >= step:
-                return
-        self._save_by_ranks(step)
-
-    def _save_now(self, step: int) -> None:
-        """A checkpoint of `step` is on storage when this returns."""
-        self._display.phase("saving")
-        self._make_safe(step)
-        manifest = self._commits.newest
-        if self._memory is not None and manifest is not None and manifest.step == step:
-            self._due.clear()
-            written = self._checkpoints.finish(
-                manifest, self._memory, seconds=PATIENCE * self._elastic.heartbeat_timeout
-            )
-            if not written:
-                self._save_by_ranks(step)
-        elif self._checkpoints.newest_step < step:
-            self._save_by_ranks(step)
-        self._display.phase("training")
-
-    def _save_by_ranks(self, step: int) -> None:
-        began = self._clock()
-        self._display.phase("saving")
-        folder = step_folder(self._checkpoints.root, step).where
-        generation = self.generation
-        shards = self._gather(
-            lambda m: m.actor.save.remote(generation, step, folder),
-            what=f"checkpoint of step {step}",
-            patience=PATIENCE,
-        )
-        self._record.check_current()
-        manifest = self._manifest(step, shards, {})
-        self._checkpoints.commit(manifest, began=began, stall_seconds=self._clock() - began)
-        self._commits.saved(step)
-        self._display.phase("training")
+        self._saving.copy_problems = {r.rank: r.copy_problem for r in reports if r.copy_problem}
+        rate, waited = first.tokens / max(seconds, 1e-9), fields["data_seconds"] / max(seconds, 1e-9)
+        self._display.step(loss=loss, tokens_per_second=rate, lr=first.lr, data_share=waited)
 
     def _evaluate_if_due(self, step: int) -> None:
         """Once per step in the life of the run, also where a driver died between checkpoint and evaluation."""
@@ -418,15 +322,7 @@ class Controller:
         checkpoint = self._checkpoints.newest
         local = Storage.of(checkpoint).local_path() if checkpoint is not None else None
         if step >= self._spec.total_steps and checkpoint is not None:
-            self._display.phase("exporting")
-            out, generation = str(self._folder / "export"), self.generation
-            self._gather(
-                lambda m: m.actor.export.remote(generation, checkpoint, out),
-                what="export",
-                only=[0],
-                patience=PATIENCE,
-            )
-            export = Path(out)
+            export = self._export(step, checkpoint)
         status = "finished" if export is not None else "stopped"
         self._picture()
         now = self._clock()
@@ -435,6 +331,26 @@ class Controller:
         self._record.set_status(status, step=step)
         self._display.phase(status)
         return Outcome(status=status, checkpoint=local or checkpoint, export=export, goodput=goodput)
+
+    def _export(self, step: int, checkpoint: str) -> Path:
+        """Rank 0 writes the trained model from the checkpoint of the last step."""
+        out, generation = str(self._folder / "export"), self.generation
+        for again in (True, False):
+            self._display.phase("exporting")
+            try:
+                self._gather(
+                    lambda m: m.actor.export.remote(generation, checkpoint, out),
+                    what="export",
+                    only=[0],
+                    patience=PATIENCE,
+                )
+                break
+            except WorkerError as error:
+                if not again or not error.details.get("damaged"):
+                    raise
+                self._display.say(f"{error.details['cause']}: written again from the ranks, which hold that step")
+                self._saving.save_by_ranks(step)
+        return Path(out)
 
     def _picture(self) -> None:
         evals = {int(e["step"]): float(e["loss"]) for e in read_events(self._events.path) if e["event"] == "eval"}
@@ -448,16 +364,7 @@ class Controller:
         try:
             if stopped:
                 self._record.set_status("stopped", step=self._commits.committed)
-            if self._memory is not None and self._commits.known and not stopped:
-                self._commits.flush(max(self._commits.known), LAST_SECONDS)
-            manifest = self._commits.newest
-            if self._memory is not None and manifest is not None and manifest.step > self._checkpoints.newest_step:
-                folder = step_folder(self._checkpoints.root, manifest.step).where
-                handle = self._memory.persist(manifest, folder, commit=True)
-                if not stopped:
-                    handle.wait(FLUSH_SECONDS)
-                elif self._local:  # a scheduler gives three seconds, and this Ray ends with the driver
-                    handle.wait(2.0)
+            self._saving.last_words(stopped=stopped, local=self._local)
         except (OSError, RaycpError) as second:  # what is raised must be the first error
             self._display.say(f"the last committed step could not be brought to storage: {second}")
         try:
@@ -475,50 +382,11 @@ class Controller:
         )
         self._record.set_status("stopped" if stopped else "failed", step=step)
 
-    def _ends_keepers(self) -> bool:
-        """After SIGTERM keepers of a cluster go on writing, and end by their time-to-live; else they end now."""
-        return self.state is RunState.DONE or self._record.status != "stopped" or self._local
-
     # -- small things -----------------------------------------------------------------------------------------------
 
     def _enter(self, state: RunState, text: str) -> None:
         self.state = state
         self._display.phase(text)
-
-    def _manifest(self, step: int, shards: Sequence[ShardRecord], extra: dict[str, Any]) -> Manifest:
-        cursor = self._schedule.cursor(step)
-        return Manifest(
-            step=step,
-            cursor=cursor.to_dict(),
-            plan_hash=cursor.plan_hash,
-            generation=self.generation,
-            run_id=self._spec.run_id,
-            grid=self._grid_dict(),
-            fingerprint={"model": self._spec.model_fingerprint, "data": self._spec.train.fingerprint},
-            shards=tuple(shards),
-            extra=extra,
-        )
-
-    def _grid_dict(self) -> dict[str, int]:
-        g = self._formation.world.grid
-        return {"dp": g.dp, "ring": g.ring, "ulysses": g.ulysses, "cp": g.cp, "window": g.window}
-
-
-class _Beats:
-    """A thread that tells the keepers that their driver lives."""
-
-    def __init__(self, memory: KeepersLike, *, every: float) -> None:
-        self._stop = threading.Event()
-        self._memory = memory
-        self._every = every
-        threading.Thread(target=self._run, name="raycp-beats", daemon=True).start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._every):
-            self._memory.beat()
-
-    def stop(self) -> None:
-        self._stop.set()
 
 
 def _mean(reports: list[StepReport] | list[EvalReport]) -> float:

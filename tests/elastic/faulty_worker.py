@@ -5,6 +5,7 @@ Each fault happens once per marker file, so that the same command, run again, go
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -90,3 +91,11 @@ class StaleWorker(RaisingWorker):
         if self._require_groups(generation).rendezvous.rank == FAULT_RANK:
             for entry in state.optimizer.state.values():
                 entry["exp_avg"].zero_()
+
+
+class SlowWorker(TrainWorker):
+    """Steps that last long enough for somebody to act between two of them."""
+
+    def step(self, request: StepRequest) -> StepReport:
+        time.sleep(0.5)
+        return super().step(request)

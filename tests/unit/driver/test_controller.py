@@ -1,5 +1,6 @@
 """The state machine on a cluster without processes: scripted faults at every call, a clock that jumps."""
 
+import dataclasses
 import errno
 import io
 import os
@@ -390,3 +391,51 @@ def test_a_disk_that_is_full_does_not_hide_why_the_run_failed(tmp_path: Path, mo
     with pytest.raises(WorkerError, match="step 4 failed"):
         run()
     assert "could not be recorded" in run.screen.getvalue()
+
+
+def test_keepers_stay_when_what_they_hold_could_not_be_brought_to_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk at the end of a failed run took the newest step with it: the keepers ended all the same."""
+    cluster = FakeCluster(TWO_NODES, [Fault("step 3", 0, "fatal")])
+    run = Run(tmp_path, cluster)
+
+    def full(self: FakeKeepers, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FakeKeepers, "persist", full)
+    with pytest.raises(WorkerError, match="step 3 failed"):
+        run()
+    assert "could not be brought to storage" in run.screen.getvalue()
+    assert cluster.memory is not None
+    assert not cluster.memory.closed
+
+
+def test_keepers_end_with_a_run_that_failed_and_is_on_storage(tmp_path: Path) -> None:
+    cluster = FakeCluster(TWO_NODES, [Fault("step 3", 0, "fatal")])
+    with pytest.raises(WorkerError, match="step 3 failed"):
+        Run(tmp_path, cluster)()
+    assert cluster.memory is not None
+    assert cluster.memory.closed
+
+
+def test_a_newer_step_on_storage_is_taken_before_an_older_one_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeCluster(TWO_NODES, [Fault("step 3", 0, "fatal")])
+    run = Run(tmp_path, cluster)
+    with pytest.raises(WorkerError):
+        run()
+    assert cluster.memory is not None
+    cluster.memory.closed, cluster.workers = False, []
+    (where, (step, _)) = max(cluster.disk.items(), key=lambda x: x[1][0])
+    assert step == 2
+    cluster.disk[where] = (4, truth(4))
+    again = Run(tmp_path, cluster)
+    manifest = run.controller._commits.newest
+    assert manifest is not None
+    again.checkpoints.manifests = {where: dataclasses.replace(manifest, step=4, cursor=SCHEDULE.cursor(4).to_dict())}
+    monkeypatch.setattr(again.checkpoints, "stored_step", lambda: 4)
+    again()
+    assert named(tmp_path, "recovered")[-1]["source"] == "checkpoint"
+    assert again.cluster.exported == (TOTAL, truth())

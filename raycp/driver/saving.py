@@ -1,0 +1,266 @@
+"""From "every rank has reported the step" to "its state is in memory on two nodes" to "it is on storage".
+
+Guarantees: copies in memory are committed as they arrive, also inside the next step; checkpoints are ordered from them
+and never waited for, but at the end, at a stop and before a resize; what copies cannot bring to safety the ranks write
+to storage themselves; a lost keeper is replaced at the next step boundary; when a run fails, the newest committed step
+goes to storage, and if it could not, the keepers keep it. Costs nothing beside `commits` and `checkpoints`.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from data_pipeline import StepSchedule
+from raycp.driver.checkpoints import Checkpoints
+from raycp.driver.commits import Commits
+from raycp.driver.display import Display
+from raycp.driver.formation import PATIENCE, Formation
+from raycp.driver.keepers import KeeperLost
+from raycp.driver.record import RunRecord
+from raycp.driver.runtime import KeepersLike
+from raycp.events import EventLog
+from raycp.training.checkpoint import step_folder
+from raycp.training.manifest import Manifest, ShardRecord
+from workers.messages import RunSpec
+
+COMMIT_SECONDS = 60.0
+"""How long the end of a run, or a resize, waits for the last copies in memory before the ranks write themselves."""
+LAST_SECONDS = 3.0
+"""How long a run that failed waits for the copies of its last step."""
+FLUSH_SECONDS = 60.0
+"""How long a run that failed waits for keepers to bring the last committed step to storage."""
+
+
+class Saving:
+    """Where the state of the steps of one run is, and gets to.
+
+    Args:
+        spec: what the workers run.
+        schedule: gives the cursor of a step.
+        formation: ranks and keepers.
+        checkpoints: on storage.
+        record: run.json, opened for this driver.
+        events: the log.
+        display: bar and messages.
+        clock: seconds.
+
+    Attributes:
+        commits: steps between "reported" and "committed".
+        copy_problems: {rank: why its last copy was not made}, as reported with the last step.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: RunSpec,
+        schedule: StepSchedule,
+        formation: Formation,
+        checkpoints: Checkpoints,
+        record: RunRecord,
+        events: EventLog,
+        display: Display,
+        clock: Callable[[], float],
+    ) -> None:
+        self._spec = spec
+        self._elastic = spec.config.elastic
+        self._schedule = schedule
+        self._formation = formation
+        self._checkpoints = checkpoints
+        self._record = record
+        self._events = events
+        self._display = display
+        self._clock = clock
+        self._due: set[int] = set()
+        self._lost_keeper: KeeperLost | None = None
+        self._beats: _Beats | None = None
+        self._unsaved = False
+        self.copy_problems: dict[int, str] = {}
+        self.commits = Commits(events, None, manifest=self.manifest, may_commit=record.check_current)
+
+    def begin(self) -> None:
+        """The workers are placed, and with them the keepers, if there are any."""
+        memory = self._formation.memory
+        if memory is not None:
+            self._beats = _Beats(memory, every=self._elastic.keeper_ttl / 10)
+            self.commits = Commits(self._events, memory, manifest=self.manifest, may_commit=self._record.check_current)
+
+    def wants_copy(self, step: int) -> bool:
+        """Whether the state after `step` is copied to the keepers."""
+        e = self._elastic
+        due = step % e.snapshot_every == 0 or step % e.checkpoint_every == 0 or step == self._spec.total_steps
+        return due and self._formation.memory is not None
+
+    def after(self, step: int) -> None:
+        """`step` was reported and is neither the last one nor one to stop at: a checkpoint of it may be due."""
+        every = self._elastic.checkpoint_every
+        if step % every == 0:
+            if self._formation.memory is None or self.commits.committed < step - every:
+                self.save_by_ranks(step)  # nothing is in memory, or copies fail again and again
+            else:
+                self._due.add(step)
+
+    def interrupted(self) -> None:
+        """A failure: another world will be formed."""
+        self._lost_keeper = None
+
+    def meanwhile(self) -> None:
+        """While a step runs: commits what has arrived of the step before."""
+        if self._lost_keeper is None:
+            try:
+                for manifest in self.commits.advance():
+                    self._order_if_due(manifest)
+            except KeeperLost as lost:  # replaced when the step is done, if it was not a whole node
+                self._lost_keeper = lost
+
+    def look_after(self) -> None:
+        """Commits what has arrived, orders and watches checkpoints, replaces a lost keeper."""
+        if self._formation.memory is None:
+            return
+        self.meanwhile()
+        if self._lost_keeper is not None:
+            self._keeper_lost(self._lost_keeper)
+        elif self.copy_problems:
+            self._copies_failed(self.copy_problems)
+        self._checkpoints.advance(self._formation.memory)
+
+    def _keeper_lost(self, lost: KeeperLost) -> None:
+        self._lost_keeper = None
+        self._events.write("keeper_lost", node=lost.node_id, step=self.commits.committed)
+        self._formation.replace_keeper(lost)
+        self.commits.lost_copies()
+
+    def _copies_failed(self, problems: dict[int, str]) -> None:
+        """Copies of some ranks were not made, though no keeper is known to be lost: they begin anew."""
+        self.copy_problems = {}
+        for rank, problem in problems.items():
+            self._events.write("snapshot_failed", rank=rank, cause=problem, step=self.commits.committed)
+            self._display.say(f"the copy of rank {rank} in memory was not made, and is tried again: {problem}")
+        self._formation.attach(list(problems))
+        self.commits.lost_copies()
+
+    def _order_if_due(self, manifest: Manifest) -> None:
+        assert self._formation.memory is not None
+        if any(step <= manifest.step for step in self._due):
+            self._due = {s for s in self._due if s > manifest.step}
+            self._checkpoints.order(manifest, self._formation.memory)
+
+    def make_safe(self, step: int) -> None:
+        """Brings the state of `step`, which is in the ranks, to where another world can take it from."""
+        if self._formation.memory is not None:
+            generation = self._record.generation
+            if step not in self.commits.known and self.commits.committed < step:
+                raise AssertionError(f"step {step} was never reported")
+            if self.commits.committed < step and not self.commits.expects(step):
+                self._formation.ranks.gather(
+                    lambda m: m.actor.snapshot.remote(generation, step), what=f"copy of step {step}"
+                )
+                self.commits.expect(step)
+            try:
+                for manifest in self.commits.flush(step, COMMIT_SECONDS):
+                    self._order_if_due(manifest)
+            except KeeperLost as lost:
+                self._keeper_lost(lost)
+            if self.commits.committed >= step:
+                return
+        self.save_by_ranks(step)
+
+    def save_now(self, step: int) -> None:
+        """A checkpoint of `step` is on storage when this returns."""
+        self._display.phase("saving")
+        self.make_safe(step)
+        manifest = self.commits.newest
+        if self._formation.memory is not None and manifest is not None and manifest.step == step:
+            self._due.clear()
+            written = self._checkpoints.finish(
+                manifest, self._formation.memory, seconds=PATIENCE * self._elastic.heartbeat_timeout
+            )
+            if not written:
+                self.save_by_ranks(step)
+        elif self._checkpoints.newest_step < step:
+            self.save_by_ranks(step)
+        self._display.phase("training")
+
+    def save_by_ranks(self, step: int) -> None:
+        began = self._clock()
+        self._display.phase("saving")
+        folder = step_folder(self._checkpoints.root, step).where
+        generation = self._record.generation
+        shards = self._formation.ranks.gather(
+            lambda m: m.actor.save.remote(generation, step, folder),
+            what=f"checkpoint of step {step}",
+            patience=PATIENCE,
+        )
+        self._record.check_current()
+        manifest = self.manifest(step, shards, {})
+        self._checkpoints.commit(manifest, began=began, stall_seconds=self._clock() - began)
+        self.commits.saved(step)
+        self._display.phase("training")
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def last_words(self, *, stopped: bool, local: bool) -> None:
+        """The run ends by an error or a signal: brings what is committed in memory to storage.
+
+        Args:
+            stopped: by a signal: keepers write without being waited for.
+            local: the cluster ends with this process.
+        """
+        memory = self._formation.memory
+        if memory is None:
+            return
+        self._unsaved = True
+        if self.commits.known and not stopped:
+            self.commits.flush(max(self.commits.known), LAST_SECONDS)
+        manifest = self.commits.newest
+        if manifest is None or manifest.step <= self._checkpoints.newest_step:
+            self._unsaved = False
+            return
+        handle = memory.persist(manifest, step_folder(self._checkpoints.root, manifest.step).where, commit=True)
+        if stopped and local:  # a scheduler gives three seconds, and this Ray ends with the driver
+            handle.wait(2.0)
+        elif not stopped:
+            self._unsaved = not handle.wait(FLUSH_SECONDS)
+
+    def close(self) -> bool:
+        """Ends the beats; tells whether the keepers may end too: not while they hold what is nowhere else."""
+        if self._beats is not None:
+            self._beats.stop()
+        return not self._unsaved
+
+    # -- small things -----------------------------------------------------------------------------------------------
+
+    def manifest(self, step: int, shards: Sequence[ShardRecord], extra: dict[str, Any]) -> Manifest:
+        cursor = self._schedule.cursor(step)
+        return Manifest(
+            step=step,
+            cursor=cursor.to_dict(),
+            plan_hash=cursor.plan_hash,
+            generation=self._record.generation,
+            run_id=self._spec.run_id,
+            grid=self.grid(),
+            fingerprint={"model": self._spec.model_fingerprint, "data": self._spec.train.fingerprint},
+            shards=tuple(shards),
+            extra=extra,
+        )
+
+    def grid(self) -> dict[str, int]:
+        """The world's shape, as events have it."""
+        g = self._formation.world.grid
+        return {"dp": g.dp, "ring": g.ring, "ulysses": g.ulysses, "cp": g.cp, "window": g.window}
+
+
+class _Beats:
+    """A thread that tells the keepers that their driver lives."""
+
+    def __init__(self, memory: KeepersLike, *, every: float) -> None:
+        self._stop = threading.Event()
+        self._memory = memory
+        self._every = every
+        threading.Thread(target=self._run, name="raycp-beats", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            self._memory.beat()
+
+    def stop(self) -> None:
+        self._stop.set()
