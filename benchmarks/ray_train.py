@@ -7,11 +7,20 @@ line per step to its own file; a file named `stop` ends the run.
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import psutil
+
+from benchmarks.faults import Nodes, driver, read_lines, wait_for
+
+EVERY = 20
+"""Steps between checkpoints."""
 
 
 def loop(settings: dict[str, Any]) -> None:
@@ -63,6 +72,59 @@ def loop(settings: dict[str, Any]) -> None:
                     ray.train.report({"step": step}, checkpoint=given)
             if stop:
                 return
+
+
+def run_peer(
+    folder: Path, *, model: dict[str, Any], tokens: int, workers: Any, whole: bool, every: int = EVERY
+) -> dict[str, Any]:
+    """Ray Train on two nodes of two CPUs, through a SIGKILL of rank 2, or of all processes of the node of rank 3.
+
+    Args:
+        folder: of the run.
+        model: arguments of `LlamaConfig`.
+        tokens: of a step, over all ranks.
+        workers: `ScalingConfig.num_workers`; a list is a range.
+        whole: the node is killed.
+        every: steps between checkpoints.
+    """
+    folder.mkdir(parents=True)
+    settings = folder / "settings.json"
+    plain = {"folder": str(folder), "model": model, "tokens": tokens, "steps": 1000, "every": every, "workers": workers}
+    settings.write_text(json.dumps(plain))
+    log = folder / "driver.log"
+
+    def lines() -> list[dict[str, Any]]:
+        found = [line for path in folder.glob("steps-0-*.jsonl") for line in read_lines(path)]
+        return sorted(found, key=lambda line: line["time"])
+
+    with Nodes([2, 2]) as nodes, driver("benchmarks.ray_train", [str(settings)], address=nodes.address, log=log) as p:
+        target = every * 3 // 2
+        wait_for(lambda: len(lines()) >= target, p, seconds=150, what=f"step {target}", log=log)
+        before = lines()
+        pid = int((folder / f"pid-{3 if whole else 2}").read_text())
+        hit = nodes.processes(nodes.node_of(pid)) if whole else [psutil.Process(pid)]
+        fault = nodes.signal(hit, signal.SIGKILL)
+        at = max(line["step"] for line in lines())
+        wait_for(
+            lambda: any(line["time"] > fault + 1 and line["step"] > at for line in lines()),
+            p,
+            seconds=200,
+            what="back where it was",
+            log=log,
+        )
+        (folder / "stop").touch()
+        found = lines()
+        with_new = [line for line in found if line["from"] > 0 or line["time"] > fault + 1]
+        first = next(line for line in with_new if line["time"] > fault)
+        back = next(line for line in with_new if line["step"] > at)
+        p.wait(60)
+    return {
+        "step": median(line["seconds"] for line in before[1:]),
+        "next_step": first["time"] - fault,
+        "back": back["time"] - fault,
+        "lost": at - first["from"],
+        "world": first["world"],
+    }
 
 
 def main() -> int:
