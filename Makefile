@@ -76,7 +76,8 @@ bench-quick: $(VENV)/.dev
 	for name in balance bytes overlap packing; do $(BIN)/python -m benchmarks.$$name || failed=1; done; exit $${failed:-0}
 
 bench: $(VENV)/.dev
-	for name in balance bytes overlap packing attention_speed scaling end_to_end auto_regret; do \
+	for name in balance bytes overlap packing attention_speed scaling end_to_end auto_regret \
+	  recovery stall; do \
 	  $(BIN)/python -m benchmarks.$$name || failed=1; done; exit $${failed:-0}
 
 format: $(VENV)/.dev

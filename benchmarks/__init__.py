@@ -8,6 +8,8 @@
 * `end_to_end`: a tiny Llama against DeepSpeed
 * `detection`: how long Ray takes to see a dead or frozen node, by its health-check settings
 * `auto_regret`: what "auto" chose against the best that could have been chosen
+* `recovery`: seconds from a killed, frozen or cut-off rank or node to the next committed step; Ray Train
+* `stall`: how long training waits for the copies of its state
 
-`report`, `packs`, `meters`, `rounds` and `peers` are shared by them.
+`report`, `packs`, `meters`, `rounds`, `peers`, `faults` and `ray_train` are shared by them.
 """
