@@ -85,7 +85,9 @@ def fit(
         DataError: a row or file that cannot be used, by file and line.
         ModelError: a chat template that trains no token, weights that do not fit.
         CheckpointError: the folder holds a run that computes something else.
-        WorkerError: a rank died or raised; names rank, node and cause. Run again to continue.
+        WorkerError: a rank died, froze or raised, and the run may not (`elastic.on_loss`) or cannot go on: three times
+            in a row at one step, or no world is left within the limits. Names rank, node and cause; run again to
+            continue.
         ClusterError: nodes that cannot hold, see or reach what they must; an output folder that cannot be written.
     """
     config = FitConfig() if config is None else config
