@@ -8,6 +8,7 @@ Modules, in the order that data takes:
     text_rows, json_rows, table_rows, readers    rows of each kind of file; a file's fingerprint and parts
     sources          files, hub names, data sets and iterables -> rows with stable ids; several with weights
     examples, formats, chat_formats, token_formats    row -> conversation, prompt + completion, text or token ids
+    tool_text        tools as plain words, for templates that do not know them
     encode           text -> token ids with character offsets; what is a special token and what only looks like one
     template         chat template: conversation -> text, and which characters are the assistant's
     render           loss mask and tokens -> documents

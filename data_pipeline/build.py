@@ -127,6 +127,7 @@ def _plan(source: Weighted, tokenizer: Tokenizer, config: DataConfig, seq_length
         format=name,
         train_on=config.train_on,
         chat_template=config.chat_template,
+        tools=config.tools,
         columns=config.columns,
         eod_token_id=config.eod_token_id,
         vocabulary=len(tokenizer) if hasattr(tokenizer, "__len__") else 0,

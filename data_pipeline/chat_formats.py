@@ -217,7 +217,7 @@ def _calls(row: Row, field: str, words: str) -> list[dict[str, Any]]:
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise bad(row, field, f"names no function: {words[:60]!r}", 'write {"name": ..., "arguments": {...}}')
-    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
+    return [{"type": "function", "function": {"name": call["name"], "arguments": {}, **call}} for call in calls]
 
 
 def _check_turns(row: Row, messages: list[Message]) -> None:

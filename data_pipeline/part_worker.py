@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.encode import Tokenizer
-from data_pipeline.examples import Example, num_characters
+from data_pipeline.examples import Conversation, Example, num_characters
 from data_pipeline.formats import Parser, parser_of
 from data_pipeline.overflow import Overflow, OverflowReport
 from data_pipeline.render import Renderer
@@ -22,6 +22,7 @@ from data_pipeline.rows import BadRow, Part, Row, raise_bad
 from data_pipeline.sources import read_part
 from data_pipeline.store import StorePart, problem_with
 from data_pipeline.store_writer import StoreWriter
+from data_pipeline.tool_text import tools_as_text
 from raycp.errors import DataError
 
 SKIPPED = "skipped.jsonl"
@@ -40,6 +41,7 @@ class Recipe:
     format: str
     train_on: str
     chat_template: str | None
+    tools: str
     columns: str
     eod_token_id: int | None
     vocabulary: int
@@ -49,7 +51,15 @@ class Recipe:
 
     def parser(self) -> Parser:
         """The function that turns rows into examples."""
-        return parser_of(self.format, columns=self.columns, eod_token_id=self.eod_token_id, vocabulary=self.vocabulary)
+        parse = parser_of(self.format, columns=self.columns, eod_token_id=self.eod_token_id, vocabulary=self.vocabulary)
+        if self.tools == "template":
+            return parse
+
+        def parse_as_text(row: Row) -> Example:
+            example = parse(row)
+            return tools_as_text(example) if isinstance(example, Conversation) else example
+
+        return parse_as_text
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
         """What turns examples into documents."""

@@ -315,7 +315,7 @@ def _dump(row: Mapping[str, Any]) -> bytes:
     def plain(value: Any) -> Any:
         return value.tolist() if hasattr(value, "tolist") else str(value)
 
-    return json.dumps(dict(row), sort_keys=True, default=plain).encode() + b"\n"
+    return json.dumps(dict(row), default=plain).encode() + b"\n"
 
 
 def _hub_parts(name: str) -> tuple[str, str | None, str] | None:

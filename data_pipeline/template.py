@@ -122,7 +122,7 @@ class ChatTemplate:
                     raise DataError(
                         f"{row_id}: {self.name} leaves {what} out of the text ({name!r} is not in it), so the model "
                         "would not see what it is to learn",
-                        fix="set data.chat_template to one that renders tools, or leave rows with tools out",
+                        fix="set data.chat_template to one that renders tools, or data.tools='text' to write them as words",
                         row=row_id,
                     )
 
@@ -147,7 +147,8 @@ class ChatTemplate:
             why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise DataError(
                 f"{row_id}: {self.name} refuses messages of roles {roles or '(none)'}: {why}",
-                fix="change the row, or set data.chat_template",
+                fix="change the row, or set data.chat_template"
+                + (", or data.tools='text' to write tools as words" if "tool" in roles else ""),
                 row=row_id,
             ) from error
         return texts[0], [(int(a), int(b)) for a, b in tagged[0]] if self.has_tags else []

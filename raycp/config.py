@@ -24,6 +24,7 @@ FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"
 OVERFLOWS = ("raise", "split", "split_restart", "truncate", "truncate_left", "drop")
 PACKINGS = ("best_fit", "first_fit", "sequential", "none")
 BAD_ROWS = ("raise", "skip")
+TOOLS = ("template", "text")
 LOCAL_COPIES = ("auto", "always", "never")
 TRAIN_ON = ("auto", "assistant", "last_assistant", "completion", "all")
 OPTIMIZERS = ("adamw", "sgd")
@@ -82,6 +83,8 @@ class DataConfig:
     """Tokens that are trained: assistant, last_assistant, completion or all. "auto": what the format is made for."""
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
+    tools: str = "template"
+    """How tools, their calls and answers are written: by the chat template, which must know them; or as "text"."""
     on_bad_row: str = "raise"
     """"skip": rows that cannot be used are left out, counted, and listed in `skipped.jsonl` beside the documents."""
     local_copy: str = "auto"
@@ -412,6 +415,7 @@ def _check_data(found: _Problems, d: DataConfig) -> None:
     found.choice("data.overflow", d.overflow, OVERFLOWS)
     found.choice("data.packing", d.packing, PACKINGS)
     found.choice("data.train_on", d.train_on, TRAIN_ON)
+    found.choice("data.tools", d.tools, TOOLS)
     found.choice("data.on_bad_row", d.on_bad_row, BAD_ROWS)
     found.choice("data.local_copy", d.local_copy, LOCAL_COPIES)
     found.integer("data.eod_token_id", d.eod_token_id, 0, none=True)

@@ -280,3 +280,9 @@ def test_a_hub_data_set_that_is_in_the_cache_is_read_without_a_network(tmp_path,
     assert done.returncode == 0, done.stderr[-2000:]
     assert "[('owner/name:1', 'one'), ('owner/name:2', 'caf\u00e9')]" in done.stdout
     assert "DataError there is no file or folder 'owner/other'" in done.stdout
+
+
+def test_keys_of_spooled_rows_keep_their_order(tmp_path):
+    """Templates write tool schemas as they come: sorted keys would be another text than that of the same file."""
+    ((_, row),) = rows_of([{"tools": [{"name": "b", "a": 1, "description": 2}]}], tmp_path)
+    assert list(row["tools"][0]) == ["name", "a", "description"]
