@@ -122,7 +122,7 @@ class ChatTemplate:
                     raise DataError(
                         f"{row_id}: {self.name} leaves {what} out of the text ({name!r} is not in it), so the model "
                         "would not see what it is to learn",
-                        fix="set data.chat_template to one that renders tools, or data.tools='text' to write them as words",
+                        fix="set data.chat_template to one that renders tools, or data.tools='text' (as words)",
                         row=row_id,
                     )
 

@@ -1,6 +1,6 @@
 """Tools as plain words, for chat templates that do not know them (`DataConfig.tools="text"`).
 
-Guarantees: nothing of a row is lost: schemas become lines of the system message, calls the words of the assistant's turn
+Guarantees: nothing of a row is lost: schemas become lines of the system message, calls words of the assistant's turn
 (so they are trained), answers of tools a user's turn. Several answers in a row become one turn, since templates of this
 kind want user and assistant to take turns. The model then has to be used in the same way.
 """

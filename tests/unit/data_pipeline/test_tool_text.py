@@ -61,7 +61,7 @@ def test_a_tool_row_with_a_template_that_knows_no_tools(tmp_path, family, templa
     tokenizer = make_tokenizer(family, template)
     settings = {"seq_length": 1024, "folder": tmp_path}
     with pytest.raises(
-        DataError, match="leaves tools out|refuses messages of roles user, assistant, tool, assistant"
+        DataError, match=r"leaves tools out|refuses messages of roles user, assistant, tool, assistant"
     ) as error:
         build_store([row], tokenizer, config=DataConfig(), **settings)
     assert "data.tools='text'" in error.value.fix
