@@ -17,9 +17,9 @@ from data_pipeline.encode import Tokenizer
 from data_pipeline.examples import Conversation, Example, num_characters
 from data_pipeline.formats import Parser, parser_of
 from data_pipeline.overflow import Overflow, OverflowReport
+from data_pipeline.readers import read_part
 from data_pipeline.render import Renderer
 from data_pipeline.rows import BadRow, Part, Row, raise_bad
-from data_pipeline.sources import read_part
 from data_pipeline.store import StorePart, problem_with
 from data_pipeline.store_writer import StoreWriter
 from data_pipeline.tool_text import tools_as_text

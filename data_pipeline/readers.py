@@ -21,7 +21,7 @@ from typing import Any
 
 from data_pipeline.files import File
 from data_pipeline.json_rows import read_json
-from data_pipeline.rows import BadRow, Numbered, Part
+from data_pipeline.rows import BadRow, Numbered, Part, Row, raise_bad
 from data_pipeline.table_rows import arrow_parts, parquet_parts, read_arrow, read_parquet
 from data_pipeline.text_rows import read_csv, read_jsonl, read_txt
 from raycp.errors import DataError
@@ -66,6 +66,23 @@ def read_rows(part: Part, bad: BadRow) -> Numbered:
             file=part.file.name,
         )
     return READERS[part.file.kind](part, bad)
+
+
+def read_part(part: Part, bad: BadRow = raise_bad) -> Iterator[Row]:
+    """Rows of one part; a whole file without any is an error."""
+    label = part.label or part.file.name
+    found = False
+
+    def noted(error: DataError) -> None:
+        nonlocal found
+        found = True
+        bad(error)
+
+    for number, data in read_rows(part, noted):
+        found = True
+        yield Row(f"{label}:{number}", data)
+    if part.whole and not found:
+        raise part.file.empty()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_pipeline.readers import read_part
 from data_pipeline.rows import raise_bad
-from data_pipeline.sources import _hub_parts, open_source, open_sources, paths_of, read_part
+from data_pipeline.sources import _hub_parts, open_source, open_sources, paths_of
 from raycp.errors import DataError
 
 ROWS = [{"text": "one"}, {"text": "caf\u00e9"}]
