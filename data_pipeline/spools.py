@@ -1,7 +1,7 @@
 """Sources that are no files: a `datasets.Dataset`, or any iterable of dict rows, each written to one when it is needed.
 
-Guarantees: rows are those that iteration shows, in that order, and can be read again, in parts, in any process that sees
-the spool folder; a one-shot iterable is asked once. The spool file is removed by `close`, and after a kill by
+Guarantees: rows are those that iteration shows, in that order, and can be read again, in parts, in any process that
+sees the spool folder; a one-shot iterable is asked once. The spool file is removed by `close`, and after a kill by
 `build.remove_leftovers`. Cost: the disk space of the rows while they are prepared; a data set is spooled only if it was
 not prepared before.
 """
