@@ -121,6 +121,7 @@ def test_a_missed_bar_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> No
         "end_to_end",
         "auto_regret",
         "detection",
+        "snapshot",
         "packing",
         "preparing",
     ],
