@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from raycp.attention import Groups, build_groups
 from raycp.errors import ClusterError, WorkerError
@@ -118,6 +119,9 @@ class ProcessGroups:
         """Drops every group. Call `abort` first unless all ranks are known to be idle."""
         self._mesh = self._attention = None
         gc.collect()
+        # DTensor remembers results of its operators by equal meshes, and would hand out those of this generation later on,
+        # with the place that this rank has in it.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from raycp.errors import CheckpointError
 from raycp.events import EventLog
-from raycp.training.manifest import Manifest, ShardRecord
+from raycp.training.manifest import Manifest, ShardRecord, coverage_problem
 
 EVENTS = "step_events"
 """Key in `Manifest.extra`: the fields of the `step` events that a manifest commits."""
@@ -150,6 +151,12 @@ class Commits:
 
     def _commit(self, found: Collected) -> Manifest:
         assert self._memory is not None
+        problem = coverage_problem(found.shards)
+        if problem:
+            raise CheckpointError(
+                f"the copies of step {found.step} do not make a whole state: {problem}",
+                fix="this is a fault of raycp: please report it; the step before can be continued from",
+            )
         steps = [s for s in self.known if s <= found.step]
         extra = {EVENTS: [{"step": s, **self._reported[s]} for s in steps]}
         manifest = self._manifest(found.step, found.shards, extra)

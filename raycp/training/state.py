@@ -97,4 +97,4 @@ def _step(optimizer: torch.optim.Optimizer) -> float | None:
 def _is_first(module: nn.Module) -> bool:
     _, parameter = next(named_weights(module))
     mesh = getattr(parameter, "device_mesh", None)
-    return mesh is None or not any(mesh.get_coordinate())
+    return mesh is None or not any(mesh.get_local_rank(axis) for axis in range(mesh.ndim))

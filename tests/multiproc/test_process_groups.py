@@ -6,11 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from raycp.driver.store import open_store
 from raycp.errors import ClusterError, WorkerError
 from raycp.plan import RankGrid
 from raycp.training.device import resolve_device
+from raycp.training.state import STEP, export_state
 from tests.multiproc.launcher import run_ranks
 from workers.messages import Rendezvous
 from workers.process_groups import ProcessGroups
@@ -138,3 +140,35 @@ def _second_try_of_a_new_rank(rank: int, world_size: int, port: int) -> str:
 def test_a_new_rank_that_failed_to_connect_can_try_again() -> None:
     store = open_store(LOOPBACK)
     assert run_ranks(_second_try_of_a_new_rank, 1, store.port) == ["well"]
+
+
+def _places_after_swap(rank: int, world_size: int, port: int) -> list[tuple[bool, bool, bool]]:
+    """For two generations, in the second of which the ranks have changed places: whether the parameters are on the mesh
+    of that generation, at the place of this rank, and whether this rank exports the optimizer's step.
+    """
+    groups = create(rank, world_size, port)
+    found = []
+    for generation in (2, 3):
+        place = rank if generation == 2 else world_size - 1 - rank
+        at = rendezvous(place, RankGrid(dp=1, ring=world_size), port, generation=generation)
+        groups = groups.rebuild(at, device=CPU, address=LOOPBACK)
+        groups.warm()
+        layer = torch.nn.Linear(4, 4)
+        fully_shard(layer, mesh=groups.mesh)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        mesh = next(layer.parameters()).device_mesh  # type: ignore[attr-defined]
+        found.append((mesh is groups.mesh, mesh.get_coordinate() == (place,), STEP in export_state(layer, optimizer)))
+    dist.barrier()
+    groups.abort()
+    groups.destroy()
+    return found
+
+
+def test_ranks_that_changed_places_hold_and_export_what_is_of_their_new_place() -> None:
+    """After a recovery two ranks gave the optimizer's step, and no later recovery could read the state."""
+    store = open_store(LOOPBACK)
+    first, second = run_ranks(_places_after_swap, 2, store.port)
+    assert first == [(True, True, True), (True, True, False)]
+    assert second == [(True, True, False), (True, True, True)]
