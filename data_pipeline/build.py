@@ -130,7 +130,7 @@ def _plan(source: Weighted, tokenizer: Tokenizer, config: DataConfig, seq_length
         tools=config.tools,
         columns=config.columns,
         eod_token_id=config.eod_token_id,
-        vocabulary=len(tokenizer) if hasattr(tokenizer, "__len__") else 0,
+        vocabulary=len(tokenizer),
         on_bad_row=config.on_bad_row,
         overflow=config.overflow,
         seq_length=seq_length,

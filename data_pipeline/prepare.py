@@ -94,11 +94,12 @@ class Tasks:
         shared = ray.put(function)
         waiting = deque((index, 1) for index in range(len(items)))
         running: dict[Any, tuple[int, int, str]] = {}
+        suspects: set[str] = set()  # nodes whose last task was lost: others are asked first
         try:
             while waiting or running:
                 while waiting and free.total():
                     index, attempt = waiting.popleft()
-                    node = free.most_common(1)[0][0]
+                    node = max((n for n in free if free[n] > 0), key=lambda n: (n not in suspects, free[n]))
                     free[node] -= 1
                     options: Any = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
                     task = ray.remote(_call).options(num_cpus=1, max_retries=0, runtime_env=_ONE_THREAD, **options)
@@ -111,6 +112,7 @@ class Tasks:
                 except RayTaskError as error:
                     raise (error.cause if isinstance(error.cause, Exception) else error) from None
                 except RayError as error:  # the process or its node is gone
+                    suspects.add(node)
                     if attempt == _ATTEMPTS:
                         raise ClusterError(
                             f"preparing data failed {attempt} times on part {index}, last on node {node[:12]}: {error}",
@@ -125,6 +127,7 @@ class Tasks:
                         ) from error
                     waiting.append((index, attempt + 1))
                 else:
+                    suspects.discard(node)
                     yield index, result
         finally:
             for reference in running:
