@@ -36,13 +36,15 @@ from raycp.errors import (
     StaleGenerationError,
     WorkerError,
 )
+from raycp.plan import RankGrid
 from raycp.training.checkpoint import CheckpointReader, ShardRecord, verify, write_shard
-from raycp.training.device import device_memory, host_memory, torch_device
+from raycp.training.device import Accelerator, host_memory, local_index
 from raycp.training.export import export_hf
 from raycp.training.layers import AttentionLayers
 from raycp.training.model import build_trainee
 from raycp.training.optim import build_optimizer
 from raycp.training.state import export_state, import_state
+from raycp.training.vendor import largest_messages
 from workers.batch import Batcher
 from workers.memory_reader import MemoryPoint, MemoryReader
 from workers.messages import EvalReport, Probe, Rendezvous, RunSpec, StepReport, StepRequest, StoreSpec
@@ -92,11 +94,13 @@ class TrainWorker:
         problems = [*_shared_folder_problems(nonce_path, nonce), *self._model_problems()]
         memory = 0
         try:
-            memory = device_memory(torch_device(self._spec.device, 0))[0]
+            used = self._accelerator()
+            used.check()
+            memory = used.memory()[0]
         except ClusterError as error:
             problems.append((error.message, error.fix))
         accelerators = tuple(ids.get(resource, ())) if resource else ()
-        if resource and not accelerators:
+        if resource and not accelerators and not self._spec.device.is_accelerator:
             problems.append(
                 (f"the worker got no {resource} from Ray", f"check what the node offers with `ray status`: {resource}")
             )
@@ -136,12 +140,13 @@ class TrainWorker:
             torch.set_num_threads(rendezvous.threads)
             device = self._spec.device
             address = ray.util.get_node_ip_address()
+            messages = self._largest_messages(rendezvous.grid) if device.is_accelerator else {}
             self._detach()
             if self._groups is None:
-                self._groups = ProcessGroups.create(rendezvous, device=device, address=address)
+                self._groups = ProcessGroups.create(rendezvous, device=device, address=address, messages=messages)
             else:
                 self._drop_state()
-                self._groups = self._groups.rebuild(rendezvous, device=device, address=address)
+                self._groups = self._groups.rebuild(rendezvous, device=device, address=address, messages=messages)
             self._groups.warm()
             if rendezvous.keeper is not None:
                 self._attach(rendezvous.keeper, rendezvous.secret)
@@ -185,7 +190,7 @@ class TrainWorker:
                 mesh=groups.mesh,
                 shard=spec.config.parallel.shard,
                 dtype=spec.dtype,
-                device=torch_device(spec.device, 0),
+                device=self._accelerator().device,
                 activation_checkpointing=recompute,
                 loss_chunk=spec.config.loss_chunk,
                 seed=spec.config.seed,
@@ -261,7 +266,7 @@ class TrainWorker:
             kv_cache=config.parallel.kv_cache,
             cost=self._spec.cost,
             keep_attention=keep,
-            device=torch_device(self._spec.device, 0),
+            device=self._accelerator().device,
             on_layer=self._progress.ring_step,
         )
         return loader, batcher
@@ -269,6 +274,27 @@ class TrainWorker:
     def _drop_state(self) -> None:
         self._state = self._train = self._eval = None
         gc.collect()
+        self._accelerator().release()
+
+    def _largest_messages(self, grid: RankGrid) -> dict[str, int]:
+        model, cost = self._spec.model.load_config(), self._spec.cost
+        heads = int(model.num_attention_heads)
+        return largest_messages(
+            tokens=self._spec.config.seq_length,
+            ring=grid.ring,
+            ulysses=grid.ulysses,
+            heads=heads,
+            kv_heads=int(getattr(model, "num_key_value_heads", None) or heads),
+            head_dim=cost.head_dim,
+            value_dim=cost.value_dim,
+            itemsize=cost.itemsize,
+        )
+
+    def _accelerator(self) -> Accelerator:
+        """What Ray gave this process to compute on, made current."""
+        spec = self._spec.device
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        return Accelerator(spec, local_index(spec, ids.get(spec.ray_resource or "", ())))
 
     # -- work -------------------------------------------------------------------------------------------------------
 

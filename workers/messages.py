@@ -14,6 +14,9 @@ from raycp.training.device import DeviceSpec
 from raycp.training.spec import ModelSpec
 from workers.wire import KeeperAddress
 
+COLLECTIVE_TIMEOUT = 1800.0
+"""Seconds that one collective may wait: longer than the longest imbalance of a step. Faults are seen much earlier."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSpec:

@@ -9,6 +9,9 @@ Costs: create and warm 0.05-0.2 s on CPU. Limits: `abort` of gloo groups needs L
 
 import gc
 import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +23,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from raycp.attention import Groups, build_groups
 from raycp.errors import ClusterError, WorkerError
+from raycp.training.abort import Abortable, Aborted, abort_all
 from raycp.training.device import DeviceSpec
 from raycp.training.mesh import build_mesh
+from raycp.training.vendor import group_options
 from workers.messages import Rendezvous
 from workers.sockets import interface_of, listening_ports, shut_sockets
 
@@ -48,13 +53,16 @@ class ProcessGroups:
         self._aborted = False
 
     @classmethod
-    def create(cls, rendezvous: Rendezvous, *, device: DeviceSpec, address: str) -> "ProcessGroups":
+    def create(
+        cls, rendezvous: Rendezvous, *, device: DeviceSpec, address: str, messages: Mapping[str, int] | None = None
+    ) -> "ProcessGroups":
         """Joins the groups of `rendezvous.generation`. Collective: every rank of the grid calls it.
 
         Args:
             rendezvous: store, generation, rank and grid.
             device: chooses the back end (gloo, nccl, hccl).
             address: this node's address in the cluster; gloo listens on the interface that holds it, and no other.
+            messages: bytes of the largest message of each kind of group, for buffers of HCCL.
 
         Raises:
             WorkerError: the store or a peer did not answer in time.
@@ -69,13 +77,19 @@ class ProcessGroups:
             store = dist.TCPStore(rendezvous.store_host, rendezvous.store_port, None, False, timeout=timeout)
             dist.init_process_group(
                 device.backend,
+                pg_options=group_options(device.backend),
                 store=dist.PrefixStore(f"generation/{rendezvous.generation}", store),
                 rank=rendezvous.rank,
                 world_size=rendezvous.grid.world_size,
                 timeout=timeout,
             )
             mesh = build_mesh(rendezvous.grid.world_size, device.name)
-            attention = build_groups(rendezvous.grid, rank=rendezvous.rank, timeout=timeout)
+            attention = build_groups(
+                rendezvous.grid,
+                rank=rendezvous.rank,
+                timeout=timeout,
+                options=lambda kind: group_options(device.backend, message_bytes=(messages or {}).get(kind, 0)),
+            )
         except (RuntimeError, dist.DistError) as error:
             _forget_attempt()
             raise WorkerError(  # most likely a consequence of a failure elsewhere
@@ -111,7 +125,9 @@ class ProcessGroups:
         """
         self._aborted = True
         if dist.is_initialized() and dist.get_backend() != "gloo":
-            _abort_backends(self._all())
+            found = abort_all(backends_of(self._all()))
+            if not found.clean:
+                end_process(found)
             return 0
         return shut_sockets(self._ports | (listening_ports() - self._ports_before))
 
@@ -125,7 +141,9 @@ class ProcessGroups:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def rebuild(self, rendezvous: Rendezvous, *, device: DeviceSpec, address: str) -> "ProcessGroups":
+    def rebuild(
+        self, rendezvous: Rendezvous, *, device: DeviceSpec, address: str, messages: Mapping[str, int] | None = None
+    ) -> "ProcessGroups":
         """Aborts and destroys these groups, then joins those of a newer generation, in the same process.
 
         Raises:
@@ -138,7 +156,7 @@ class ProcessGroups:
             )
         self.abort()
         self.destroy()
-        return ProcessGroups.create(rendezvous, device=device, address=address)
+        return ProcessGroups.create(rendezvous, device=device, address=address, messages=messages)
 
     @property
     def attention(self) -> Groups:
@@ -179,13 +197,21 @@ def _forget_attempt() -> None:
     _world.group_count = 0
 
 
-def _abort_backends(groups: list[dist.ProcessGroup | None]) -> None:
-    """Aborts each group of an accelerator back end (NCCL, HCCL), whose communicators have an abort of their own."""
-    for group in groups:
+def backends_of(groups: Sequence[dist.ProcessGroup | None]) -> dict[str, Abortable]:
+    """Back ends that can be aborted, by a name for the log; None stands for the default group."""
+    found: dict[str, Abortable] = {}
+    for number, group in enumerate(groups):
         pg = group if group is not None else dist.group.WORLD
         if pg is None:
             continue
-        for device in pg._device_types:
-            backend = pg._get_backend(device)
-            if hasattr(backend, "abort"):
-                backend.abort()
+        device = min(pg._device_types, key=lambda d: d.type == "cpu")  # gloo names itself for several devices
+        backend = pg._get_backend(device)
+        if hasattr(backend, "abort"):
+            found[f"group {number}"] = backend
+    return found
+
+
+def end_process(found: Aborted) -> None:
+    """Ends this process at once: groups that cannot be aborted hold its device, and the driver replaces it."""
+    print(f"raycp: groups not aborted within {found.seconds:.1f} s: {found}; ending", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)

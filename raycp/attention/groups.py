@@ -5,8 +5,9 @@ that whoever made them can abort or destroy them; nothing is kept in a global.
 """
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -39,7 +40,13 @@ class Groups:
         return self.grid.cp_rank(self.rank)
 
 
-def build_groups(grid: RankGrid, *, rank: int | None = None, timeout: datetime.timedelta | None = None) -> Groups:
+def build_groups(
+    grid: RankGrid,
+    *,
+    rank: int | None = None,
+    timeout: datetime.timedelta | None = None,
+    options: Callable[[str], Any] | None = None,
+) -> Groups:
     """Makes the groups of a grid; a collective over the default process group, which must have `grid.world_size` ranks.
 
     A grid of one rank needs no process group, and a ring or Ulysses group of one rank makes none.
@@ -48,6 +55,7 @@ def build_groups(grid: RankGrid, *, rank: int | None = None, timeout: datetime.t
         grid: the world.
         rank: own global rank; None: that of the default process group.
         timeout: of every operation in the new groups; None: that of the default process group.
+        options: gives `pg_options` of the groups of a kind, "ring" or "ulysses"; None: none.
 
     Raises:
         PlanError: the world has another size than the grid, or `rank` is not in it.
@@ -60,12 +68,13 @@ def build_groups(grid: RankGrid, *, rank: int | None = None, timeout: datetime.t
     communicators: list[Communicator] = []
     made: list[dist.ProcessGroup] = []
     double = grid.window not in (1, grid.ring)
-    for kind in (_rings(grid), _ulysses_groups(grid), _rings(grid) if double else iter(())):
+    kinds = (("ring", _rings(grid)), ("ulysses", _ulysses_groups(grid)), ("ring", _rings(grid) if double else iter(())))
+    for name, kind in kinds:
         mine: Communicator = LocalCommunicator()
         for members in kind:
             if len(members) == 1:
                 continue
-            group = dist.new_group(list(members), timeout=timeout)
+            group = dist.new_group(list(members), timeout=timeout, pg_options=options(name) if options else None)
             if rank in members:
                 assert isinstance(group, dist.ProcessGroup)
                 mine = ProcessGroupCommunicator(group)

@@ -21,8 +21,9 @@ from raycp.driver.membership import CONTROL
 from raycp.driver.placement import Reservation, allocate, describe_slots, order_ranks, slots
 from raycp.driver.probe import check_packages, raise_if_any
 from raycp.errors import ClusterError, Problem, RaycpError
+from raycp.training.vendor import process_environment
 from workers.actor import TrainWorker
-from workers.messages import Probe, RunSpec
+from workers.messages import COLLECTIVE_TIMEOUT, Probe, RunSpec
 
 LOOK_SECONDS = 1.0
 """Time between two looks at the cluster while workers are missing, and at an idle worker."""
@@ -378,6 +379,9 @@ class Fleet:
             accelerator = {"num_gpus": 1}
         elif self._resource is not None:
             accelerator = {"resources": {self._resource: 1}}
+        if self._spec.device.is_accelerator:
+            variables = process_environment(self._spec.device, timeout=COLLECTIVE_TIMEOUT)
+            accelerator["runtime_env"] = {"env_vars": variables}
         return remote.options(
             num_cpus=1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -23,10 +23,8 @@ from raycp.driver.worlds import World, Worlds
 from raycp.errors import ClusterError, WorkerError
 from raycp.events import EventLog
 from raycp.training.latest import fence
-from workers.messages import Rendezvous, RunSpec
+from workers.messages import COLLECTIVE_TIMEOUT, Rendezvous, RunSpec
 
-COLLECTIVE_TIMEOUT = 1800.0
-"""Seconds that one collective may wait: longer than the longest imbalance of a step. Faults are seen much earlier."""
 PATIENCE = 10.0
 """Times `heartbeat_timeout` that a rank may be silent while it loads or writes files (some libraries hold the GIL)."""
 FREEZE_SECONDS = 10.0
@@ -84,7 +82,7 @@ class Formation:
         self._secret = secret
         self._say = say
         self._fleet = runtime.fleet
-        self._shared_memory = spec.device.ray_resource is None
+        self._shared_memory = not spec.device.is_accelerator
         self._ranks: RanksLike | None = None
         self._workers: list[Any] = []
         self._world: World | None = None

@@ -119,23 +119,21 @@ def largest_messages(
     }
 
 
-def group_options(backend: str, *, name: str, message_bytes: int = 0) -> Any:
+def group_options(backend: str, *, message_bytes: int = 0) -> Any:
     """`pg_options` of a process group; None where the back end has none that we set.
 
     Args:
         backend: "hccl", "nccl" or "gloo".
-        name: of the group, in the vendor's log.
         message_bytes: of the largest message that one rank sends in it.
     """
     if backend == "hccl":
         options: Any = importlib.import_module("torch_npu._C._distributed_c10d").ProcessGroupHCCL.Options()
-        options.hccl_config = {"group_name": name, "hccl_buffer_size": buffer_mebibytes(message_bytes)}
+        options.hccl_config = {"hccl_buffer_size": buffer_mebibytes(message_bytes)}
         return options
     if backend == "nccl":
         import torch.distributed as dist
 
         options = cast(Any, dist.ProcessGroupNCCL.Options())
         options.config.blocking = 0  # communicators start without blocking, so that a start can be aborted too
-        options.group_name = name
         return options
     return None

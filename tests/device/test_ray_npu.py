@@ -1,6 +1,7 @@
 """Ascend as Ray sees it, on two nodes of 12 NPUs that are only counted: ids, visibility, rank order, refusals."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ import raycp
 from raycp.driver import fleet
 from raycp.driver.cluster import live_nodes
 from raycp.training.device import local_index, resolve_device
+from raycp.training.vendor import process_environment
 from tests.elastic.runs import STEPS, config, make_folder
 from workers.actor import TrainWorker
-from workers.messages import Rendezvous
+from workers.messages import COLLECTIVE_TIMEOUT, Probe, Rendezvous
 
 NPUS = 12
 TAKEN = 9
@@ -36,6 +38,15 @@ class TellingWorker(TrainWorker):
         name = f"rank {rendezvous.rank} {context.get_node_id()} {npu} {device.name} {device.backend}"
         (Path(self._spec.output_dir) / name).touch()
         super().join(rendezvous)
+
+
+class EnvironmentWorker(TrainWorker):
+    """Writes down what its process was started with."""
+
+    def probe(self, nonce_path: str, nonce: str) -> Probe:
+        found = {k: v for k, v in os.environ.items() if any(part in k for part in ("HCCL", "NPU", "TORCH"))}
+        (Path(self._spec.output_dir) / f"environment {os.getpid()}.json").write_text(json.dumps(found))
+        return super().probe(nonce_path, nonce)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +150,17 @@ def test_more_workers_than_npus_are_refused(cluster: Cluster, inputs: dict[str, 
 
 
 def test_an_npu_that_is_only_counted_is_never_a_silent_run_on_the_cpu(
-    cluster: Cluster, inputs: dict[str, Any], tmp_path: Path
+    cluster: Cluster, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fleet, "TrainWorker", EnvironmentWorker)
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "1234")
     settings = dataclasses.replace(config(workers=4, cp=2), device="npu")
     with pytest.raises(raycp.RaycpError, match="torch_npu does not load"):
         raycp.fit(**inputs, output_dir=tmp_path, config=settings)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("environment *.json")]
+    assert len(found) == 4
+    spec = resolve_device("npu", [(n.address, n.total) for n in live_nodes()])
+    wanted = process_environment(spec, timeout=COLLECTIVE_TIMEOUT)
+    assert wanted["HCCL_CONNECT_TIMEOUT"] == "1234"  # what the user exported wins
+    for environ in found:  # before anything of the process could import torch_npu or start HCCL
+        assert {name: environ.get(name) for name in wanted} == wanted

@@ -32,8 +32,8 @@ def test_the_back_end_is_registered_under_our_name() -> None:
 
 
 def test_group_options_are_those_of_the_package() -> None:
-    options = group_options(NPU.backend, name="ring", message_bytes=40 << 20)
-    assert dict(options.hccl_config) == {"group_name": "ring", "hccl_buffer_size": 40}
+    options = group_options(NPU.backend, message_bytes=40 << 20)
+    assert dict(options.hccl_config) == {"hccl_buffer_size": 40}
 
 
 def test_the_back_end_can_be_aborted() -> None:

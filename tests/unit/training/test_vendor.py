@@ -61,7 +61,7 @@ def test_buffer_of_a_group_is_what_its_messages_need():
 
 
 def test_gloo_has_no_options():
-    assert group_options("gloo", name="ring", message_bytes=1 << 30) is None
+    assert group_options("gloo", message_bytes=1 << 30) is None
 
 
 def test_largest_messages_of_a_llama_8b_at_128k():
