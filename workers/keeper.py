@@ -219,6 +219,17 @@ class Keeper:
                 self._manifests = [*(m for m in self._manifests if m.age != manifest.age), manifest][-2:]
             self._changed.notify_all()
 
+    def abandon(self, generation: int, step: int) -> None:
+        """What another keeper or rank held of the steps up to this one is lost: they wait for no commit any more.
+
+        Raises:
+            StaleGenerationError: a newer generation is in force.
+        """
+        self._hear(generation)
+        with self._changed:
+            self._exchange.table.abandon(generation, step)
+            self._changed.notify_all()
+
     # -- recovery ---------------------------------------------------------------------------------------------------
 
     def inventory(self) -> Inventory:

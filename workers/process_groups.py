@@ -135,8 +135,8 @@ class ProcessGroups:
         """Drops every group. Call `abort` first unless all ranks are known to be idle."""
         self._mesh = self._attention = None
         gc.collect()
-        # DTensor remembers results of its operators by equal meshes, and would hand out those of this generation later on,
-        # with the place that this rank has in it.
+        # DTensor remembers results of its operators by equal meshes, and would hand out those of this generation later
+        # on, with the place that this rank has in it.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -8,6 +8,9 @@ two integer stores per step of a ring; no lock is needed, since one thread write
 import time
 from dataclasses import dataclass, field
 
+COPY = "copy"
+"""Phase of a rank that waits for the copy of its state: for the network and other nodes, and not stuck itself."""
+
 
 @dataclass(slots=True)
 class Progress:

@@ -133,6 +133,7 @@ class SlotTable:
         self.newest: tuple[int, int] = (-1, -1)
         """(generation, step) of the newest committed step."""
         self._protected: frozenset[tuple[int, str]] = frozenset()
+        self._abandoned: tuple[int, int] = (-1, -1)
         self._leaving: list[Slot] = []
         self._closed = False
         self._spare: dict[tuple[bool, int], list[tuple[Any, Image]]] = {}
@@ -173,8 +174,13 @@ class SlotTable:
             if self.protects(slot):
                 if slot.key == (step, file):
                     raise ClusterError(f"step {step} of rank {rank} is committed and held", fix="copy later steps only")
-            elif slot.state is SlotState.FILLING or slot.generation < generation or slot.step == step:
-                self.retire(slot)  # abandoned, of a world that ended, or filled again
+            elif (
+                slot.state is SlotState.FILLING
+                or slot.generation < generation
+                or slot.step == step
+                or (slot.generation, slot.step) <= self._abandoned
+            ):
+                self.retire(slot)  # left, of a world that ended, filled again, or of a step that is never committed
             elif slot.step > step:
                 raise ClusterError(f"step {step} of rank {rank} after step {slot.step}", fix="copy later steps only")
             else:
@@ -224,6 +230,10 @@ class SlotTable:
             if not self.protects(slot) and (slot.generation, slot.step) <= self.newest:
                 self.retire(slot)
         return True
+
+    def abandon(self, generation: int, step: int) -> None:
+        """Steps of this generation up to this one that are not committed will not be: their slots may be granted."""
+        self._abandoned = max(self._abandoned, (generation, step))
 
     def keep_only(self, generation: int, step: int, files: Collection[str]) -> None:
         """Protects these shards as if they had just been committed, and gives all other slots back."""

@@ -20,7 +20,7 @@ from raycp.training.model import Trainee
 from raycp.training.optim import clip_by_global_norm, learning_rate, set_learning_rate
 from workers.batch import Batcher
 from workers.messages import EvalReport, StepReport, StepRequest
-from workers.progress import Progress
+from workers.progress import COPY, Progress
 
 
 class NonFiniteError(RaycpError, ArithmeticError):
@@ -81,7 +81,9 @@ def run_step(
             step=request.step,
         )
     set_learning_rate(state.optimizer, lr)
+    progress.enter(COPY)
     stalled = before_update()
+    progress.enter("update")
     state.optimizer.step()
     progress.end()
     return StepReport(

@@ -37,6 +37,7 @@ class Memory(Protocol):
     def expect(self, step: int) -> None: ...
     def poll(self, timeout: float = 0.0) -> Sequence[Collected]: ...
     def commit(self, manifest: Manifest) -> None: ...
+    def abandon(self, step: int) -> None: ...
 
 
 class Commits:
@@ -120,6 +121,8 @@ class Commits:
 
     def lost_copies(self) -> None:
         """A keeper was replaced: what was on its way to it does not arrive; the next snapshot commits these steps."""
+        if self._memory is not None and self._expected:
+            self._memory.abandon(max(self._expected))
         self._expected = []
 
     def saved(self, step: int) -> None:

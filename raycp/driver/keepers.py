@@ -288,6 +288,15 @@ class Keepers:
         if answers and len(failures) == len(answers):
             self._raise_first(failures)
 
+    def abandon(self, step: int) -> None:
+        """Steps up to this one that are not committed will not be, since a part of their copies is lost: later ones
+        need not wait for them.
+        """
+        with self._lock:
+            self._expected = {s: e for s, e in self._expected.items() if s > step}
+            calls = {n: on(h, "abandon", CONTROL).remote(self._generation, step) for n, h in self._handles.items()}
+        answers_of(calls, COMMIT_SECONDS)  # a keeper that does not answer is seen by `poll`
+
     # -- recovery ---------------------------------------------------------------------------------------------------
 
     def newest(self, known: Collection[int] | None = None) -> MemoryPoint | None:

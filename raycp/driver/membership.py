@@ -18,6 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from raycp.driver.blame import cause_of, default_fix, is_lost, unwrap, weight
 from raycp.errors import RaycpError, WorkerError
 from workers.messages import Probe
+from workers.progress import COPY
 
 CONTROL = "control"
 """Concurrency group of the actor's methods that are answered while a step runs."""
@@ -208,7 +209,7 @@ class Membership:
         All ranks stop when one does, since they wait for it: the one whose counters stopped first is to blame.
         """
         beats = [(m.rank, self._beats[m.rank]) for m in waiting if m.rank in self._beats]
-        if len(beats) < len(waiting) or any(b["phase"] == "idle" for _, b in beats):
+        if len(beats) < len(waiting) or any(b["phase"] in ("idle", COPY) for _, b in beats):
             return {}
         limit = max(limit, SLOWER * max(b["longest"] for _, b in beats))
         if any(b["phases_done"] == 0 for _, b in beats):

@@ -430,6 +430,9 @@ class FakeKeepers:
             for key in [k for k in slots if k[0] < manifest.step]:
                 del slots[key]
 
+    def abandon(self, step: int) -> None:
+        self.awaited = [(s, generation) for s, generation in self.awaited if s > step]
+
     def newest(self, known: Sequence[int]) -> MemoryPoint | None:
         found: list[Manifest] = []
         for step, generation in {(s, g) for slots in self.held.values() for s, g, _ in slots}:

@@ -87,6 +87,7 @@ def beat(idle: float, *, longest: float = 0.1, phase: str = "step", done: int = 
         ([beat(5.0, longest=3.0), beat(9.0), beat(5.1)], set()),  # pauses of 3 s are usual here
         ([beat(5.0, done=0), beat(9.0), beat(5.1)], set()),  # nobody knows yet what is usual
         ([beat(5.0, phase="idle"), beat(9.0), beat(5.1)], set()),  # a call without counters
+        ([beat(5.0), beat(9.0, phase="copy"), beat(5.1)], set()),  # its copy waits for other nodes
     ],
 )
 def test_the_rank_whose_counters_stopped_first_is_stuck(beats: list[dict[str, Any]], stuck: set[int]) -> None:

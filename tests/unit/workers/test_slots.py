@@ -343,3 +343,26 @@ def test_a_machine_without_memory_is_an_error_and_not_a_signal(monkeypatch: pyte
         Image(2 * SIZE).reserve()
     with pytest.raises(OSError, match="allocate memory"):
         Image(1 << 60)
+
+
+def test_a_step_that_another_keeper_lost_does_not_hold_up_the_next_one() -> None:
+    """Its slot waited for a commit that never came, and the rank stood still until it was taken for frozen."""
+    table, holder = SlotTable(), object()
+
+    def grant(step: int) -> Slot | None:
+        return table.grant(replica=False, rank=0, step=step, generation=1, file="g1-0", size=SIZE, holder=holder)
+
+    for step in (1, 2):
+        slot = grant(step)
+        assert slot is not None
+        table.seal(slot, ())
+        table.verify(slot, zlib.crc32(slot.image.view))
+        if step == 1:
+            table.commit(1, 1, ["g1-0"])
+    assert grant(3) is None
+    table.abandon(1, 2)
+    assert grant(3) is not None
+    kept = table.find(1, "g1-0")
+    assert kept is not None
+    assert table.protects(kept)
+    table.close()
