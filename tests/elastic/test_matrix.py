@@ -1,0 +1,61 @@
+"""The kill matrix on a real Ray cluster: a diagonal of it in the quick suite, all of it in the whole one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.matrix import DIAGONAL, FAULTS, PAIRS, PHASES, Matrix, column, pair, table
+from tests.elastic.scripted_driver import CHECKPOINT_EVERY
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    made = Matrix(tmp_path_factory.mktemp("matrix"))
+    yield made
+    made.close()
+
+
+def test_every_pair_is_listed_with_its_cost_or_a_reason() -> None:
+    assert len(PAIRS) == len(PHASES) * len(FAULTS) == len({(p.phase, p.fault) for p in PAIRS})
+    for found in PAIRS:
+        assert bool(found.why_not) != found.occurs
+        assert 0 <= found.lost <= 2 * CHECKPOINT_EVERY
+        assert found.lost <= found.redone <= 2 * CHECKPOINT_EVERY + 2
+        if found.lost:
+            assert found.fault == "corrupt checkpoint", "no single fault of two nodes may cost a committed step"
+
+
+def test_the_diagonal_has_every_phase_and_every_fault() -> None:
+    quick = {*DIAGONAL, ("backward", "node joins")}
+    assert {phase for phase, _ in quick} == set(PHASES)
+    assert {fault for _, fault in quick} == set(FAULTS)
+    assert all(pair(*one).occurs for one in quick)
+
+
+def test_the_table_shows_what_was_not_run() -> None:
+    text = table({}, "nowhere")
+    assert text.count("\n| ") == len(PHASES) + 1
+    assert text.count("| n/a") == sum(not p.occurs for p in PAIRS)
+
+
+def test_the_diagonal(matrix: Matrix) -> None:
+    results, problems = matrix.run([pair(*one) for one in DIAGONAL])
+    for result in results:
+        print(f"{result.case.name}: {result.seconds:.2f} s, redone {result.redone}, {' '.join(result.events)}")
+    assert problems == []
+
+
+def test_a_node_that_joins_is_used_at_the_next_step(matrix: Matrix) -> None:
+    (result,), problems = matrix.run([pair("backward", "node joins")])
+    assert problems == []
+    assert result.events == ("resized",)
+    assert result.grids == (2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_phase_with(fault: str, matrix: Matrix, tmp_path: Path) -> None:
+    results, problems = matrix.run(column(fault))
+    assert problems == []
+    assert len(results) == len(column(fault))
