@@ -63,7 +63,7 @@ class Fault:
     Attributes:
         rank: which is hit.
         whole: its whole node is.
-        signal: SIGKILL or SIGSTOP.
+        sent: SIGKILL or SIGSTOP.
         beyond: seconds above one step that the next committed step may take.
         after: what `beyond` is counted from: the "fault", its "detection", or the heartbeat's "timeout".
         regrow: the run gets its first size back, on a new node if one was lost.
@@ -72,7 +72,7 @@ class Fault:
     name: str
     rank: int
     whole: bool = False
-    signal: signal.Signals = signal.SIGKILL
+    sent: signal.Signals = signal.SIGKILL
     beyond: float = 2.0
     after: str = "fault"
     regrow: bool = False
@@ -85,7 +85,7 @@ RUNS: dict[str, tuple[int, tuple[Fault, ...]]] = {
         (
             Fault(name="rank 0 killed, warm spare", rank=0),
             Fault(name="rank 2 killed, warm spare", rank=2),
-            Fault(name="rank 1 frozen, warm spare", rank=1, signal=STOP, after="timeout"),
+            Fault(name="rank 1 frozen, warm spare", rank=1, sent=STOP, after="timeout"),
         ),
     ),
     "without a spare": (
@@ -93,7 +93,7 @@ RUNS: dict[str, tuple[int, tuple[Fault, ...]]] = {
         (
             Fault(name="rank 1 killed, 4 -> 3", rank=1, regrow=True),
             Fault(name="node of 2 ranks killed, 4 -> 2", rank=3, whole=True, after="detection", regrow=True),
-            Fault(name="node of 2 ranks cut off, 4 -> 2", rank=3, whole=True, signal=STOP, after="timeout", beyond=3.0),
+            Fault(name="node of 2 ranks cut off, 4 -> 2", rank=3, whole=True, sent=STOP, after="timeout", beyond=3.0),
         ),
     ),
 }
@@ -216,7 +216,7 @@ def happen(
     time.sleep(random.Random(fault.name).random() * step)
     pid = ranks(out)[fault.rank]
     hit = nodes.processes(nodes.node_of(pid)) if fault.whole else [psutil.Process(pid)]
-    since = nodes.signal(hit, fault.signal)
+    since = nodes.signal(hit, fault.sent)
     wait(f"{AFTER} steps after {fault.name}", lambda e: steps_after(e, "recovered", since) >= AFTER)
     if fault.regrow:
         if fault.whole:
@@ -374,8 +374,8 @@ def main() -> int:
 def show_peers(root: Path, wanted: Callable[[str], bool]) -> None:
     """The table of the peer."""
     peers: dict[str, dict[str, Any]] = {
-        "Ray Train, rank 2 killed": {"workers": 4, "whole": False},
-        "Ray Train, node of 2 ranks killed, 4 -> 2": {"workers": [2, 4], "whole": True},
+        "TorchTrainer, rank 2 killed": {"workers": 4, "whole": False},
+        "TorchTrainer, node with rank 3 killed, 4 -> 2": {"workers": [2, 4], "whole": True},
     }
     peers = {n: how for n, how in peers.items() if wanted(n)}
     if not peers:
