@@ -24,9 +24,17 @@ from raycp.driver.signals import StopSignal
 from raycp.driver.worlds import Worlds
 from raycp.errors import PlanError
 from raycp.events import EventLog
-from raycp.plan import RankGrid
+from raycp.plan import CostModel, RankGrid
 from raycp.preflight import ITEMSIZE, Setup
-from raycp.resolve import grid_warning, needs_checkpointing, rank_bytes, resolve_grid, state_bytes, world_limits
+from raycp.resolve import (
+    grid_warning,
+    needs_checkpointing,
+    placed_cost,
+    rank_bytes,
+    resolve_grid,
+    state_bytes,
+    world_limits,
+)
 from raycp.training.device import host_memory
 from raycp.training.latest import fence
 from raycp.training.storage import Storage
@@ -126,10 +134,10 @@ def _worlds(setup: Setup, spec: RunSpec, packs: Sequence[Sequence[int]]) -> Worl
     config, model = setup.config, setup.model_config
     itemsize = ITEMSIZE[config.dtype]
 
-    def grid_of(dp: int, cp: int) -> RankGrid | None:
+    def grid_of(dp: int, cp: int, cost: CostModel) -> RankGrid | None:
         parallel = dataclasses.replace(config.parallel, dp=dp, cp=cp)
         try:
-            return resolve_grid(dataclasses.replace(config, parallel=parallel), model, spec.cost, packs=packs).grid
+            return resolve_grid(dataclasses.replace(config, parallel=parallel), model, cost, packs=packs).grid
         except PlanError:  # more Ulysses ranks than heads, a window that does not divide the ring
             return None
 
@@ -144,4 +152,8 @@ def _worlds(setup: Setup, spec: RunSpec, packs: Sequence[Sequence[int]]) -> Worl
         host_bytes=host_memory()[0],
     )
     limits = world_limits(setup.asked, config)
-    return Worlds(limits, grid_of=grid_of, bytes_of=bytes_of, recompute=recompute)
+
+    def cost_of(node_ranks: tuple[int, ...]) -> CostModel:
+        return placed_cost(setup.asked, spec.cost, node_ranks)
+
+    return Worlds(limits, grid_of=grid_of, cost_of=cost_of, bytes_of=bytes_of, recompute=recompute)

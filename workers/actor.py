@@ -264,7 +264,7 @@ class TrainWorker:
             layout=config.parallel.layout,
             algorithm=config.parallel.algorithm,
             kv_cache=config.parallel.kv_cache,
-            cost=self._spec.cost,
+            cost=rendezvous.cost,
             keep_attention=keep,
             device=self._accelerator().device,
             on_layer=self._progress.ring_step,

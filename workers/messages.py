@@ -46,7 +46,7 @@ class RunSpec:
     config: FitConfig
     total_steps: int
     cost: CostModel
-    """Figures that layouts and algorithms of packs are chosen by: the same on every rank."""
+    """Figures of the device and the model; those of a placement are in `Rendezvous`."""
     train: StoreSpec
     evaluation: StoreSpec | None
 
@@ -64,6 +64,8 @@ class Rendezvous:
     """Seconds that one collective may wait."""
     threads: int
     """Compute threads of this rank (CPU)."""
+    cost: CostModel = field(default_factory=CostModel)
+    """Figures that layouts and algorithms of packs are chosen by: the same on every rank."""
     keeper: KeeperAddress | None = None
     """This node's keeper, which snapshots go to; None: state is saved on storage only."""
     secret: bytes = field(default=b"", repr=False)

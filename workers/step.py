@@ -64,9 +64,17 @@ def run_step(
     state.optimizer.zero_grad(set_to_none=True)
     loss_sum, held = 0.0, 0
     following = batcher.assigned(request.next_pack_ids)
-    for batch in batcher.micro_batches(assigned, following):
+    for number, batch in enumerate(batcher.micro_batches(assigned, following), 1):
         progress.next_micro_batch()
-        loss = state.trainee(batch.ids, batch.position_ids, batch.targets, batch.weights, batch.carrier, scale)
+        loss = state.trainee(
+            batch.ids,
+            batch.position_ids,
+            batch.targets,
+            batch.weights,
+            batch.carrier,
+            scale,
+            last=number == len(assigned),
+        )
         loss.backward()
         loss_sum += float(loss.detach()) * weight
         held = max(held, batch.carrier.stats.max_remote_blocks)

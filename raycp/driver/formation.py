@@ -160,7 +160,12 @@ class Formation:
         """
         clock = self._runtime.clock
         with incident.phase(Phase.PLAN, clock):
+            placed = self._record.recall("node_ranks")
+            if placed is not None:
+                self._worlds.settle(placed)
             self._world = self._plan(incident, first=first)
+            if placed is None:
+                self._worlds.settle(self._record.remember("node_ranks", list(self._world.node_ranks)))
         with incident.phase(Phase.REBUILD, clock):
             if not first:
                 self._events.generation = self._record.raise_generation()
@@ -234,6 +239,7 @@ class Formation:
                     generation=self._record.generation,
                     rank=member.rank,
                     grid=world.grid,
+                    cost=world.cost,
                     store_host=self._runtime.address,
                     store_port=port,
                     timeout=COLLECTIVE_TIMEOUT,

@@ -124,6 +124,18 @@ class RunRecord:
                 fix="let that one continue; end this one",
             )
 
+    def remember(self, name: str, value: Any) -> Any:
+        """What the run's first driver wrote under `name`; `value`, written now, if nobody did."""
+        if name not in self._data:
+            self.check_current()
+            self._data[name] = value
+            self._write()
+        return self._data[name]
+
+    def recall(self, name: str) -> Any:
+        """What was written under `name`; None if nothing was."""
+        return self._data.get(name)
+
     def peek(self, name: str) -> str | None:
         """A value of the run in the folder ("status", "namespace"), or None if there is none; changes nothing."""
         old = self._read()

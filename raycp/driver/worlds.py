@@ -5,10 +5,10 @@ taken with recomputation of layers if that fits, else skipped. Deciding costs mi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycp.driver.placement import share_out
-from raycp.plan import RankGrid
+from raycp.plan import CostModel, RankGrid
 from raycp.plan.resize import WorldLimits, worlds
 from workers.messages import Probe
 
@@ -21,11 +21,15 @@ class World:
         grid: dp x ring x ulysses.
         recompute: layers are recomputed in backward.
         takes: {node id: ranks there}.
+        cost: figures that layouts and algorithms of packs are chosen by.
+        node_ranks: ranks of each node, in the order of the ranks.
     """
 
     grid: RankGrid
     recompute: bool
     takes: dict[str, int]
+    cost: CostModel
+    node_ranks: tuple[int, ...]
 
 
 class Worlds:
@@ -33,7 +37,8 @@ class Worlds:
 
     Args:
         limits: of degrees and workers.
-        grid_of: (dp, cp) -> grid, or None if no grid of these degrees can run the model.
+        grid_of: (dp, cp, figures) -> grid, or None if no grid of these degrees can run the model.
+        cost_of: ranks of each node -> figures.
         bytes_of: (grid, recompute) -> bytes of memory that one rank takes.
         recompute: what the configuration asks for when memory is no question.
     """
@@ -42,14 +47,23 @@ class Worlds:
         self,
         limits: WorldLimits,
         *,
-        grid_of: Callable[[int, int], RankGrid | None],
+        grid_of: Callable[[int, int, CostModel], RankGrid | None],
+        cost_of: Callable[[tuple[int, ...]], CostModel],
         bytes_of: Callable[[RankGrid, bool], int],
         recompute: bool,
     ) -> None:
         self.limits = limits
         self._grid_of = grid_of
+        self._cost_of = cost_of
+        self._settled: CostModel | None = None
         self._bytes_of = bytes_of
         self._recompute = recompute
+
+    def settle(self, node_ranks: Sequence[int]) -> None:
+        """The placement that the run began with: its figures stay, wherever ranks move. Else a spare on another node
+        would change what "auto" chooses, and a world of the same size would not compute the same bits.
+        """
+        self._settled = self._cost_of(tuple(node_ranks))
 
     def choose(self, probes: Sequence[Probe], *, shared_memory: bool, first: bool = False) -> World | None:
         """The best world that these workers can form; None if there is none.
@@ -64,15 +78,22 @@ class Worlds:
         for probe in probes:
             room[probe.node_id] = room.get(probe.node_id, 0) + 1
             memory[probe.node_id] = probe.memory
-        for dp, cp in worlds(len(probes), self.limits):
-            grid = self._grid_of(dp, cp)
-            takes = None if grid is None else share_out(room, grid.world_size, cp=grid.cp)
-            if grid is None or takes is None:
+        wanted_dp, wanted_cp = self.limits.wanted
+        usable = min(len(probes), wanted_dp * wanted_cp) if first else len(probes)
+        for dp, cp in worlds(usable, self.limits):
+            takes = share_out(room, dp * cp, cp=cp)
+            if takes is None:
                 continue
+            node_ranks = tuple(takes[n] for n in room if takes[n])
+            cost = self._settled or self._cost_of(node_ranks)
+            grid = self._grid_of(dp, cp, cost)
+            if grid is None:
+                continue
+            world = World(grid=grid, recompute=self._recompute, takes=takes, cost=cost, node_ranks=node_ranks)
             if first:
-                return World(grid=grid, recompute=self._recompute, takes=takes)
+                return world
             have = min(memory[n] // (takes[n] if shared_memory else 1) for n in takes if takes[n])
             for recompute in (self._recompute, True):
                 if self._bytes_of(grid, recompute) <= have:
-                    return World(grid=grid, recompute=recompute, takes=takes)
+                    return replace(world, recompute=recompute)
         return None

@@ -69,7 +69,8 @@ class Run:
             spec=spec,
             worlds=Worlds(
                 WorldLimits(cp=cp, dp=(1, 1), workers=(settings.get("min_workers", 1), size), wanted=(1, size)),
-                grid_of=lambda dp, cp: RankGrid(dp=dp, ring=cp),
+                grid_of=lambda dp, cp, cost: RankGrid(dp=dp, ring=cp),
+                cost_of=lambda node_ranks: CostModel().on_nodes(node_ranks),
                 bytes_of=lambda grid, recompute: 1,
                 recompute=False,
             ),

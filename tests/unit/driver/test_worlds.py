@@ -4,7 +4,7 @@ import pytest
 
 from raycp.driver.placement import share_out
 from raycp.driver.worlds import Worlds
-from raycp.plan import RankGrid
+from raycp.plan import CostModel, RankGrid
 from raycp.plan.resize import WorldLimits
 from workers.messages import Probe
 
@@ -23,7 +23,10 @@ def chooser(plain: int, recomputed: int, limits: WorldLimits = LIMITS) -> Worlds
     """Ranks take `plain` / cp bytes, or `recomputed` / cp."""
     return Worlds(
         limits,
-        grid_of=lambda dp, cp: None if cp == 3 else RankGrid(dp=dp, ring=cp),  # say, a window that does not divide 3
+        grid_of=lambda dp, cp, cost: (
+            None if cp == 3 else RankGrid(dp=dp, ring=cp)
+        ),  # say, of the window
+        cost_of=lambda node_ranks: CostModel().on_nodes(node_ranks),
         bytes_of=lambda grid, recompute: (recomputed if recompute else plain) // grid.cp,
         recompute=False,
     )
@@ -72,3 +75,22 @@ def test_a_group_is_cut_over_nodes_only_where_it_must_be(
     room: dict[str, int], workers: int, cp: int, takes: dict[str, int] | None
 ) -> None:
     assert share_out(room, workers, cp=cp) == takes
+
+
+def test_the_figures_of_the_first_placement_stay() -> None:
+    """A spare on another node changed what "auto" chose, and the same world computed other bits."""
+    chooser_ = chooser(1, 1)
+    first = chooser_.choose(probes(a=2, b=2), shared_memory=False, first=True)
+    assert first is not None
+    assert (first.node_ranks, first.cost.ranks_per_node) == ((2, 2), 2)
+    chooser_.settle(first.node_ranks)
+    moved = chooser_.choose(probes(a=3, c=1), shared_memory=False)
+    assert moved is not None
+    assert (moved.node_ranks, moved.cost) == ((3, 1), first.cost)
+
+
+def test_the_first_world_leaves_spares_alone_also_where_the_run_may_grow() -> None:
+    limits = WorldLimits(cp=(1, 4), dp=(1, 2), workers=(1, 8), wanted=(1, 4))
+    world = chooser(1, 1, limits).choose(probes(a=6), shared_memory=False, first=True)
+    assert world is not None
+    assert world.grid.world_size == 4
