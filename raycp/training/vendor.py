@@ -62,7 +62,7 @@ CUDA = (
     Variable("TORCH_NCCL_NONBLOCKING_TIMEOUT", "{group}", "a non-blocking start that waits 30 min is a hang"),
     Variable("NCCL_NVLS_ENABLE", "0", "groups with NVLink SHARP cannot be aborted reliably"),
 )
-_TABLES: Mapping[str, tuple[Variable, ...]] = {"npu": (*COMMON, *NPU), "cuda": (*COMMON, *CUDA), "cpu": COMMON}
+_TABLES: Mapping[str, tuple[Variable, ...]] = {"npu": (*COMMON, *NPU), "cuda": (*COMMON, *CUDA), "cpu": ()}
 
 
 def process_environment(spec: DeviceSpec, *, timeout: float, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
