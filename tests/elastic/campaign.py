@@ -108,7 +108,7 @@ class Campaign:
     ) -> None:
         self.nodes, self.out, self.shape, self.cases = nodes, out, shape, cases
         self.random = random.Random(seed)
-        self.steps = steps or sum(14 if c.checkpoint else 8 for c in cases) + 10
+        self.steps = steps or sum(12 if c.checkpoint else 6 for c in cases) + 10
         out.mkdir(parents=True)
         self.script = Script(out / "script")
         self.script.write(cases)
@@ -223,8 +223,9 @@ class Campaign:
                 continue
             self.done.add(mark)
             if strike.fault not in ("exception", "disk full"):
+                struck = time.time()
                 self._strike(strike, reached)
-                self.script.say(f"done-{mark}")
+                self.script.say(f"done-{mark}", struck=struck)
 
     def _strike(self, strike: Strike, reached: dict[str, Any]) -> None:
         armed = self.script.said("armed") or {}
@@ -301,7 +302,7 @@ class Campaign:
             result.problems.append(f"strike {[i for i, m in enumerate(marks) if not m]} never happened")
             return result
         result.skipped = any(m.get("skipped") for m in marks if m)
-        began, struck = (f(float(m["time"]) for m in marks if m) for f in (min, max))
+        began, struck = (f(float(m.get("struck", m["time"])) for m in marks if m) for f in (min, max))
         restored = self.script.said(f"restored-{number}")
         end = float(restored["time"]) if restored is not None else float("inf")
         during = [e for e in log if began - 0.001 <= e["time"] <= end]
