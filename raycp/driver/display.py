@@ -5,10 +5,9 @@ log it is written every few seconds only; nothing here can end a run (a missing 
 and says so). Costs one redraw per second at most.
 """
 
-import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -74,20 +73,6 @@ class Display:
         self._shown["data wait"] = f"{data_share:.1%}"
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update(1)
-
-
-@contextlib.contextmanager
-def counting_bar(text: str, file: TextIO | None = None) -> Iterator[Callable[[int], None]]:
-    """A counter for work of unknown length; yields the callback that takes how many items are done.
-
-    Nothing is drawn for work that takes less than a second.
-    """
-    with tqdm(desc=text, unit="row", file=file or sys.stderr, delay=1.0, leave=False, dynamic_ncols=True) as bar:
-
-        def show(done: int) -> None:
-            bar.update(max(0, done - bar.n))
-
-        yield show
 
 
 def draw_losses(losses: Mapping[int, float], evals: Mapping[int, float], path: Path) -> bool:
