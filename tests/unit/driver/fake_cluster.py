@@ -38,7 +38,8 @@ class Fault:
     """What happens at the `at`-th call (from 0) whose text contains `where`.
 
     `kind`: "die" (the rank's process), "node" (all processes of its node, and its keeper), "freeze" (silent until it is
-    killed), "raise" (an error of its own), "fatal" (one that comes again), "keeper" (of its node).
+    killed), "raise" (an error of its own), "fatal" (one that comes again), "damaged" (what it
+    read from storage), "keeper" (of its node).
     """
 
     where: str
@@ -326,7 +327,8 @@ class FakeRanks:
                 node=self.members[rank].probe.node_id,
                 cause="scripted",
                 lost_ranks=lost,
-                fatal=raised.get(rank) == "fatal",
+                fatal=raised.get(rank) in ("fatal", "damaged"),
+                damaged=raised.get(rank) == "damaged",
             )
         return answers
 

@@ -440,3 +440,20 @@ def test_a_newer_step_on_storage_is_taken_before_an_older_one_in_memory(
     again()
     assert named(tmp_path, "recovered")[-1]["source"] == "checkpoint"
     assert again.cluster.exported == (TOTAL, truth())
+
+
+def test_a_last_checkpoint_that_is_damaged_is_written_again_and_not_exported(tmp_path: Path) -> None:
+    """The ranks hold the last step still; what was exported was not compared with its checksums."""
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("export", 0, "damaged", rank=0)]))
+    assert run().status == "finished"
+    check_complete(tmp_path, run)
+    assert [e["step"] for e in named(tmp_path, "checkpoint")].count(TOTAL) == 2
+    assert named(tmp_path, "worker_lost", "recovered") == []
+
+
+def test_a_checkpoint_that_stays_damaged_ends_the_run(tmp_path: Path) -> None:
+    faults = [Fault("export", 0, "damaged", rank=0), Fault("export", 1, "damaged", rank=0)]
+    run = Run(tmp_path, FakeCluster(TWO_NODES, faults))
+    with pytest.raises(WorkerError):
+        run()
+    assert run.controller.state is RunState.FAILED
