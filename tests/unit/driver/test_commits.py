@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 
 from raycp.driver.commits import EVENTS, Commits
-from raycp.errors import StaleGenerationError
+from raycp.errors import CheckpointError, StaleGenerationError
 from raycp.events import EventLog, read_events
-from raycp.training.manifest import Manifest, ShardRecord
+from raycp.training.manifest import Manifest, ShardEntry, ShardRecord
+
+
+def shard(start: int, stop: int) -> ShardRecord:
+    """Rows [start, stop) of a tensor of 4 rows."""
+    entry = ShardEntry(name="w", shape=(4,), dtype="float32", start=start, stop=stop)
+    return ShardRecord(file=f"shard-{start}", bytes=8, crc32=0, entries=(entry,))
 
 
 class Memory:
     """Keepers that collect what the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: tuple[ShardRecord, ...] | None = None) -> None:
+        self.shards = (shard(0, 4),) if shards is None else shards
         self.expected: list[int] = []
         self.ready: list[int] = []
         self.manifests: list[Manifest] = []
@@ -26,7 +33,7 @@ class Memory:
 
     def poll(self, timeout: float = 0.0) -> list[Any]:
         found, self.ready = self.ready, []
-        return [SimpleNamespace(step=s, shards=(), bytes=8, seconds=0.5) for s in found]
+        return [SimpleNamespace(step=s, shards=self.shards, bytes=8, seconds=0.5) for s in found]
 
     def commit(self, manifest: Manifest) -> None:
         self.manifests.append(manifest)
@@ -143,3 +150,16 @@ def test_flush_waits_for_the_step_and_not_for_ever(tmp_path: Path) -> None:
     assert commits.flush(1, 0.05) == []
     memory.ready = [1]
     assert [m.step for m in commits.flush(1, 5.0)] == [1]
+
+
+@pytest.mark.parametrize("shards", [(), (shard(0, 3),), (shard(0, 3), shard(2, 4))])
+def test_copies_that_do_not_make_a_whole_state_are_not_committed(
+    shards: tuple[ShardRecord, ...], tmp_path: Path
+) -> None:
+    memory = Memory(shards)
+    commits = made(tmp_path, memory)
+    report(commits, 1)
+    memory.ready = [1]
+    with pytest.raises(CheckpointError, match="do not make a whole state"):
+        commits.advance()
+    assert (written(tmp_path), memory.manifests) == ([], [])
