@@ -1,10 +1,10 @@
 """What preparing a large corpus costs: seconds, memory of each process, going on after a kill, and the second start.
 
-A corpus of text rows is written to a temporary folder (2 GB; documents of 200 to 60 000 characters, and one of 360 000
-words), prepared by Ray tasks over all cores, killed on the way (SIGKILL to every process), started again, and found by a third
-call. Peak resident memory is sampled ten times a second over the driver and every process below it, mapped files and
-shared memory included. The tokenizer splits at white space, several times as fast as byte-pair encoding. All is
-deleted at the end. Then packs are read as ranks read them.
+A corpus of text rows is written to a temporary folder (2 GB; documents of 200 to 60 000 characters, and one of 360
+000 words), prepared by Ray tasks over all cores, killed on the way (SIGKILL to every process), started again, and
+found by a third call. Peak resident memory is sampled ten times a second over the driver and every process below it,
+mapped files and shared memory included. The tokenizer splits at white space, several times as fast as byte-pair
+encoding. All is deleted at the end. Then packs are read as ranks read them.
 """
 
 import argparse
