@@ -108,7 +108,7 @@ class Campaign:
     ) -> None:
         self.nodes, self.out, self.shape, self.cases = nodes, out, shape, cases
         self.random = random.Random(seed)
-        self.steps = steps or sum(12 if c.checkpoint else 6 for c in cases) + 10
+        self.steps = steps or sum(9 if c.checkpoint else 5 for c in cases) + 10
         out.mkdir(parents=True)
         self.script = Script(out / "script")
         self.script.write(cases)

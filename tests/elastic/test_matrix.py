@@ -39,6 +39,7 @@ def test_the_table_shows_what_was_not_run() -> None:
     assert text.count("| n/a") == sum(not p.occurs for p in PAIRS)
 
 
+@pytest.mark.timeout(600)
 def test_the_diagonal(matrix: Matrix) -> None:
     results, problems = matrix.run([pair(*one) for one in DIAGONAL])
     for result in results:
@@ -54,6 +55,7 @@ def test_a_node_that_joins_is_used_at_the_next_step(matrix: Matrix) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_phase_with(fault: str, matrix: Matrix, tmp_path: Path) -> None:
     results, problems = matrix.run(column(fault))
