@@ -30,6 +30,9 @@ from raycp.training.vendor import group_options
 from workers.messages import Rendezvous
 from workers.sockets import interface_of, listening_ports, shut_sockets
 
+STORE_TIMEOUT = 5.0
+"""Seconds that a rank tries to reach the store, which was there before the rank was asked to join: if it is gone,
+another rank has failed meanwhile."""
 CONNECT_TIMEOUT = 20.0
 """Seconds that a rank waits for the store and for the others while groups are made: a rank that froze meanwhile cannot
 be cut off by its ports, which nobody knows yet. The group's own time-out follows when all connections exist."""
@@ -74,7 +77,14 @@ class ProcessGroups:
                 os.environ[name] = interface
         timeout = timedelta(seconds=min(rendezvous.timeout, CONNECT_TIMEOUT))
         try:
-            store = dist.TCPStore(rendezvous.store_host, rendezvous.store_port, None, False, timeout=timeout)
+            store = dist.TCPStore(
+                rendezvous.store_host,
+                rendezvous.store_port,
+                None,
+                False,
+                timeout=min(timeout, timedelta(seconds=STORE_TIMEOUT)),
+            )
+            store.set_timeout(timeout)
             dist.init_process_group(
                 device.backend,
                 pg_options=group_options(device.backend),

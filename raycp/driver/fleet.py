@@ -31,7 +31,7 @@ WARM_SECONDS = 300.0
 """How long a new worker may take to start and import."""
 SOON_SECONDS = 60.0
 """How long a new worker counts as one that will be ready soon, which a resize waits for."""
-AVOID_SECONDS = 60.0
+AVOID_SECONDS = 30.0
 """How long nobody is hired on a node that was silent, unless Ray sees its end earlier."""
 START_ATTEMPTS = 3
 """How often the first workers are started again where one of them dies."""
@@ -228,7 +228,9 @@ class Fleet:
         alive = live_nodes()
         self._forget_dead({n.node_id for n in alive})  # also where somebody was hired meanwhile: call again
         self._avoided = {n: until for n, until in self._avoided.items() if until > now}
-        nodes = [n for n in alive if n.node_id not in self._refused and n.node_id not in self._avoided]
+        nodes = [n for n in alive if n.node_id not in self._refused]
+        if self._workers:  # else any node will do
+            nodes = [n for n in nodes if n.node_id not in self._avoided]
         if missing <= 0:
             return ready
         taken = {w.seat for w in self._workers} | {r.seat for r in self._recruits}

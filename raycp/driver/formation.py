@@ -27,11 +27,13 @@ from workers.messages import COLLECTIVE_TIMEOUT, Rendezvous, RunSpec
 
 PATIENCE = 10.0
 """Times `heartbeat_timeout` that a rank may be silent while it loads or writes files (some libraries hold the GIL)."""
+SOME_PATIENCE = 3.0
+"""As `PATIENCE`, where ranks meet and copy: they read no files, but may import what they had not needed before."""
 FREEZE_SECONDS = 10.0
 """Least time that survivors get to come to rest: they may be inside a long kernel when a peer is lost."""
 
-ANSWER_SECONDS = 1.0
-"""How long a keeper or a spare may take to answer after a failure before it counts as gone."""
+ANSWER_SECONDS = 2.0
+"""How long a spare, or the keeper of a node whose ranks are lost, may take to answer before it counts as gone."""
 _SHARE_OF_HOST = 0.5
 
 
@@ -249,7 +251,7 @@ class Formation:
                 )
             )
 
-        self.ranks.gather(join, what="connecting the workers", release=self._close_store)
+        self.ranks.gather(join, what="connecting the workers", patience=SOME_PATIENCE, release=self._close_store)
 
     def _close_store(self) -> None:
         """Frees every rank that waits in the store for one that does not come."""
@@ -279,6 +281,7 @@ class Formation:
             self.ranks.gather(
                 lambda m: m.actor.restore_memory.remote(generation, point, self._secret),
                 what=f"restoring step {step} from memory",
+                patience=SOME_PATIENCE,
             )
             commits.adopt(manifest)
             commits.rewind(step)
@@ -306,15 +309,17 @@ class Formation:
             lost |= set(error.details.get("lost_ranks", ()))
         with incident.phase(Phase.FENCE, clock):
             gone = [w for r, w in enumerate(self._workers) if r in lost and w in self._fleet.workers]
-            silent = self.memory.unreachable(ANSWER_SECONDS) if self.memory is not None else ()
+            idle = [w for w in self._fleet.workers if w not in self._workers]
+            self._fleet.drop_lost(idle, ANSWER_SECONDS)
+            suspects = {w.probe.node_id for w in gone}
+            suspects -= {w.probe.node_id for w in self._fleet.workers if w not in gone}
+            silent = self.memory.unreachable(ANSWER_SECONDS, suspects) if self.memory is not None else ()
             for node_id in silent:
                 assert self.memory is not None
                 self.memory.drop(node_id)  # first, so that nobody waits for it to kill a process
             self._fleet.dismiss(gone, self._kill)
-            left = {w.probe.node_id for w in self._fleet.workers}
-            for node_id in {w.probe.node_id for w in gone} - left:
-                if node_id in silent:  # Ray takes seconds to see that a node is gone, a minute for one that is cut off
-                    self._fleet.avoid(node_id)
+            for node_id in suspects & set(silent):
+                self._fleet.avoid(node_id)  # Ray takes seconds to see that a node is gone, a minute for one cut off
 
     def _kill(self, node_id: str, pid: int, started: float) -> bool:
         return self.memory is not None and self.memory.kill_process(node_id, pid, started)
@@ -363,7 +368,8 @@ class Formation:
         """Spares have ended, or do not answer; with them the keeper of their node, if the node is gone."""
         homes = [m.probe.node_id for m in self.ranks.members]
         if self.memory is not None:
-            silent = set(self.memory.unreachable(ANSWER_SECONDS)) - set(homes)
+            suspects = {w.probe.node_id for w in lost} - set(homes)
+            silent = suspects & set(self.memory.unreachable(ANSWER_SECONDS, suspects))
             for node_id in silent:
                 self.memory.drop(node_id)
                 self._fleet.avoid(node_id)

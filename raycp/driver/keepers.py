@@ -341,11 +341,17 @@ class Keepers:
         ]
         return answer is True
 
-    def unreachable(self, seconds: float) -> list[str]:
-        """Nodes whose keeper does not answer within `seconds`: it died, or its node is gone or cut off."""
+    def unreachable(self, seconds: float, suspects: Collection[str] = ()) -> list[str]:
+        """Nodes whose keeper has died, and those of `suspects` whose keeper does not answer within `seconds`: they are
+        gone or cut off. A keeper elsewhere that is merely slow holds copies that nobody should give up.
+        """
         with self._lock:
             calls = {n: on(h, "address", CONTROL).remote() for n, h in self._handles.items()}
-        return [n for n, answer in answers_of(calls, seconds).items() if not isinstance(answer, KeeperAddress)]
+        answers = answers_of(calls, seconds)
+        died = {
+            n for n, a in answers.items() if isinstance(a, RayActorError) and not isinstance(a, ActorUnavailableError)
+        }
+        return [n for n, a in answers.items() if n in died or (n in suspects and not isinstance(a, KeeperAddress))]
 
     def beat(self) -> None:
         """Tells the keepers that the driver lives; does not wait. What does not answer is `KeeperLost` in `poll`."""

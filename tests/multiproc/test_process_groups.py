@@ -100,6 +100,17 @@ def test_a_store_that_nobody_hosts_is_named() -> None:
         ProcessGroups.create(nowhere, device=CPU, address=LOOPBACK)
 
 
+def test_a_rank_that_comes_late_to_a_store_that_was_closed_leaves_within_seconds() -> None:
+    """It tried for the whole time-out to reach the store, and counted as lost meanwhile."""
+    store = open_store(LOOPBACK)
+    port = store.port
+    del store
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="could not connect"):
+        ProcessGroups.create(rendezvous(0, RankGrid(dp=1, ring=1), port), device=CPU, address=LOOPBACK)
+    assert time.monotonic() - began < 9.0
+
+
 def _meets_after_a_failure(rank: int, world_size: int, port: int) -> float:
     """Rank 0 waits in vain for rank 1, which is late; then both join the next generation."""
     groups = create(rank, world_size, port)

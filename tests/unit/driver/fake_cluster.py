@@ -6,7 +6,7 @@ keeper; a keeper's content dies with its node. Faults come from a script: at the
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -473,7 +473,7 @@ class FakeKeepers:
         self.world.disk[folder] = (manifest.step, self.world.states[manifest.step, manifest.shards])
         return SimpleNamespace(poll=lambda: True, wait=lambda timeout: True)
 
-    def unreachable(self, seconds: float) -> list[str]:
+    def unreachable(self, seconds: float, suspects: Collection[str] = ()) -> list[str]:
         return [n for n in self.addresses if n in self.gone]
 
     def kill_process(self, node_id: str, pid: int, started: float) -> bool:
