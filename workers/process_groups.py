@@ -31,8 +31,8 @@ from workers.messages import Rendezvous
 from workers.sockets import interface_of, listening_ports, shut_sockets
 
 STORE_TIMEOUT = 2.0
-"""Seconds that a rank tries to reach the store (torch tries twice, with a pause): it was there before the rank was asked
-to join, and if it is gone, another rank has failed meanwhile."""
+"""Seconds that a rank tries to reach the store (torch tries twice, with a pause): it was there before the rank was
+asked to join, and if it is gone, another rank has failed meanwhile."""
 CONNECT_TIMEOUT = 20.0
 """Seconds that a rank waits for the store and for the others while groups are made: a rank that froze meanwhile cannot
 be cut off by its ports, which nobody knows yet. The group's own time-out follows when all connections exist."""
