@@ -12,6 +12,23 @@ from workers.memory_reader import MemoryPoint
 from workers.wire import KeeperAddress
 
 
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """A step that all keepers hold: it may be committed.
+
+    Attributes:
+        step: optimizer steps done.
+        shards: of all ranks, in rank order.
+        bytes: of all images.
+        seconds: from `expect` to the last keeper's answer.
+    """
+
+    step: int
+    shards: tuple[ShardRecord, ...]
+    bytes: int
+    seconds: float
+
+
 def newest_point(
     held: Mapping[KeeperAddress, Inventory], *, run_id: str, known: Collection[int] | None = None
 ) -> MemoryPoint | None:

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycp.driver.cluster import NodeInfo, live_nodes
-from raycp.driver.copies import newest_point, replica_homes
+from raycp.driver.copies import Collected, newest_point, replica_homes
 from raycp.driver.keeper_calls import (
     COLLECT,
     CONTROL,
@@ -49,23 +49,6 @@ POLL_SECONDS = 5.0
 """Length of one long poll."""
 UNAVAILABLE_SECONDS = 3.0
 """How long a keeper may be out of reach before it counts as lost."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """A step that all keepers hold: it may be committed.
-
-    Attributes:
-        step: optimizer steps done.
-        shards: of all ranks, in rank order.
-        bytes: of all images.
-        seconds: from `expect` to the last keeper's answer.
-    """
-
-    step: int
-    shards: tuple[ShardRecord, ...]
-    bytes: int
-    seconds: float
 
 
 @dataclass(kw_only=True)
