@@ -90,7 +90,8 @@ COSTS: Mapping[tuple[str, str], tuple[int, int]] = {
     **{(p, "keeper dies"): (0, 0) for p in (*IN_STEP, "disk write", "manifest", "shutdown")},
     **{(p, "disk full"): (0, 0) for p in ("disk write", "manifest", "shutdown")},
     **{(p, "node joins"): (0, 0) for p in PHASES if p != "recovery"},
-    **{(p, "corrupt checkpoint"): (2 * CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY + 2) for p in ("load", "recovery")},
+    # the newest one is damaged, and the one that was being written when the first fault came was never committed
+    **{(p, "corrupt checkpoint"): (3 * CHECKPOINT_EVERY, 3 * CHECKPOINT_EVERY + 2) for p in ("load", "recovery")},
     ("shutdown", "corrupt checkpoint"): (CHECKPOINT_EVERY, CHECKPOINT_EVERY),
     **{(p, "second fault"): (0, 4) for p in PHASES},
     **{("recovery", f): (0, 4) for f in FAULTS if f != "corrupt checkpoint"},
