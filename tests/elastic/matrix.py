@@ -76,6 +76,7 @@ _THIRD = "three failures without a step between them end the run, by design (tes
 
 IMPOSSIBLE: Mapping[tuple[str, str], str] = {
     ("placement", "two workers"): _ONE,
+    ("placement", "node joins"): "nobody is hired before the node joins",
     ("placement", "second fault"): "a hired worker that dies is no incident that there could be a second fault in",
     ("recovery", "second fault"): _THIRD,
     **{(p, "exception"): _NO_RANK for p in ("replication", "disk write", "manifest")},

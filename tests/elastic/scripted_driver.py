@@ -69,6 +69,8 @@ class Gate:
             time.sleep(0.02)
         done = [self.script.said(f"done-{self.number}-{i}") for i in range(len(case.strikes))]
         if all(done):
+            if any(s.fault == "node joins" for s in case.strikes) and not self._grown(world):
+                return False
             after = [e for e in self._committed() if e["time"] > max(d["time"] for d in done if d)]
             return len(after) >= 2
         late = self.step > armed["step"] + 3 * CHECKPOINT_EVERY
@@ -78,6 +80,18 @@ class Gate:
         elif late:
             raise AssertionError(f"case {self.number} ({case.name}) never came to its place")
         return False
+
+    def _grown(self, world: formation.Formation) -> bool:
+        """Waits until a node that joined has a worker; whether the world has it already."""
+        deadline = time.monotonic() + READY_SECONDS
+        while world.world.grid.world_size <= self.workers:
+            self.grow(world)
+            if self.bigger(world) is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise AssertionError("a node joined, and no larger world came of it")
+            time.sleep(0.05)
+        return True
 
     def _committed(self) -> list[dict[str, Any]]:
         return [e for e in raycp.events.read_events(self.script.folder.parent / "events.jsonl") if e["event"] == "step"]
