@@ -120,7 +120,7 @@ def test_workers_not_said_on_an_existing_cluster(cluster: None, tmp_path: Path, 
 
 def test_an_accelerator_that_is_not_there(cluster: None, tmp_path: Path, tokenizer: str) -> None:
     error = refused(tmp_path, tokenizer, rows_file(tmp_path, GOOD), device="npu")
-    assert "'NPU'" in str(error)
+    assert "takes one NPU a rank, and no node of the cluster offers any" in str(error)
     assert "CPU" in str(error)
 
 
