@@ -31,6 +31,7 @@ _CHOICES = {
     "resume": choices.RESUMES,
     "on_loss": choices.ON_LOSS,
     "on_bad_row": choices.BAD_ROWS,
+    "tools": choices.TOOLS,
     "local_copy": choices.LOCAL_COPIES,
     "activation_checkpointing": choices.CHECKPOINTING,
 }
