@@ -352,6 +352,30 @@ def test_without_a_driver_the_step_is_written_and_the_keepers_end(cluster: Clust
     assert keeper_pids("expire") == {}
 
 
+def test_a_keeper_on_a_node_that_came_starts_while_nobody_waits(cluster: Cluster) -> None:
+    keepers, ranks = start("begin", generation=1)
+    came, later = next(n for n in live_nodes() if n.node_id not in keepers.addresses), time.monotonic() + 60.0
+    while came.node_id not in keepers.addresses:
+        began = time.monotonic()
+        keepers.begin(came)
+        assert time.monotonic() - began < 0.5
+        assert time.monotonic() < later
+        time.sleep(0.05)
+    commit(keepers, ranks, 1)
+    keepers.drop(came.node_id)
+    deadline = time.monotonic() + 30.0
+    while came.node_id in find_keepers("raycp-begin") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    keepers.begin(came)
+    keepers.add(came)  # waits for the one that was begun, where a second one would find the name taken
+    assert keepers.addresses[came.node_id].node_id == came.node_id
+    pids = keeper_pids("begin")
+    assert len(pids) == 3
+    keepers.close()
+    assert ended(pids)
+    ranks.close()
+
+
 def test_a_node_lost_with_its_raylet_leaves_its_replicas(cluster: Cluster) -> None:
     extra = cluster.add_node(num_cpus=2)
     nodes = training_nodes()
