@@ -43,7 +43,7 @@ FAULTS = (
 )
 STANDARD = Shape()
 """Two ranks on two nodes, a spare on a third."""
-GROWING = Shape(nodes=2, elastic={"spares": 0, "max_workers": 3})
+GROWING = Shape(nodes=2, cp=(1, 3), elastic={"spares": 0, "max_workers": 3})
 """Two ranks on two nodes; a third node makes three."""
 
 
