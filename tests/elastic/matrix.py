@@ -136,7 +136,8 @@ def case_of(found: Pair) -> Case:
     what = {"second fault": "SIGKILL", "corrupt checkpoint": "keepers and checkpoint"}.get(fault, fault)
     strikes: tuple[Strike, ...] = (Strike(phase=place.get(phase, phase), fault=what, rank=rank),)
     if phase == "recovery":
-        strikes = (kill, Strike(phase="recovery", fault=what, rank=1))
+        left = 0 if fault == "node joins" else 1  # no spare there: one rank recovers
+        strikes = (kill, Strike(phase="recovery", fault=what, rank=left))
     elif fault == "second fault":
         strikes = (*strikes, Strike(phase="recovery", fault="SIGKILL", rank=0))
     elif (phase, fault) == ("load", "corrupt checkpoint"):
