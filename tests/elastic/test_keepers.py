@@ -344,7 +344,7 @@ def test_without_a_driver_the_step_is_written_and_the_keepers_end(cluster: Clust
     pids = keeper_pids("expire")
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert ended(pids, 20.0)
+    assert ended(pids, 60.0)
     found = newest(tmp_path)
     assert found.manifest is not None
     assert found.manifest.step == 2
