@@ -3,13 +3,15 @@
 Guarantees: while a driver of a run lives, no other driver of the same run on the same Ray cluster gets past `take`,
 whichever host and file system it is on (the folder's file lock sees other processes of one host, and of a network
 file system only where locks work there); Ray removes the name when the driver is gone, so a killed one blocks nobody
-for longer than Ray needs to notice. Costs one small process without resources.
+for longer than Ray needs to notice. It lies on the driver's node, so no other node's loss takes it. Costs one small
+process without resources.
 """
 
 import time
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycp.errors import ConfigError
 
@@ -51,7 +53,10 @@ class Lease:
             ConfigError: another driver of the run is alive.
         """
         deadline = time.monotonic() + wait
-        remote = ray.remote(num_cpus=0, max_restarts=0)(_Holder)
+        here = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )  # lost with the driver
+        remote = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=here)(_Holder)
         while True:
             try:
                 actor = remote.options(name=NAME, namespace=namespace).remote(owner)
