@@ -148,6 +148,10 @@ def test_a_second_driver_is_refused_while_the_first_one_lives(cluster: Cluster) 
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     try:
         first = Lease.take("raycp-lease-test", "host a, pid 1")
+        table = ray._private.state.state.actor_table(None).values()
+        (held,) = [actor for actor in table if actor["ActorClassName"] == "_Holder" and actor["State"] == "ALIVE"]
+        mine = ray.get_runtime_context().get_node_id()
+        assert held["Address"]["NodeID"] == mine, "the loss of another node would take it, or a zombie keep it"
         began = time.monotonic()
         with pytest.raises(ConfigError, match="another driver of this run is alive: host a, pid 1"):
             Lease.take("raycp-lease-test", "host b, pid 2", wait=1.0)
