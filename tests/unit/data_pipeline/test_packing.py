@@ -12,7 +12,7 @@ from data_pipeline.packing import permutation
 from raycp.errors import PlanError
 
 GOLDEN_PACKS = ((2, 3), (0, 8, 5), (7, 6), (4, 1))
-GOLDEN_HASH = "8c20637728ec7179e8be6de3cfc5534f6a6fe3738ae0123071d8a306dafbe8a9"
+GOLDEN_HASH = "5970b446c097899acbf295e72846305de4c683c3b71ac3c731ed52b4e4a1db96"
 GOLDEN_PERMUTATION = [1, 5, 4, 6, 0, 3, 7, 2]
 POLICIES = ("best_fit", "first_fit", "sequential", "none")
 
