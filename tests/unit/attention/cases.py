@@ -16,6 +16,7 @@ from raycp.attention.communicator import Communicator
 from raycp.attention.kernels import Kernel
 from raycp.attention.kernels.reference import dense_attention, sawtooth
 from raycp.plan import AttentionPlan, RankGrid
+from raycp.plan.checks import resolve_algorithm
 
 TOLERANCE = 2e-6
 NAMES = ("out", "dq", "dk", "dv")
@@ -23,7 +24,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Case:
-    """One pack and one way to split it."""
+    """One pack and one way to split it; `algorithm` "" is the one that the grid means: ring, ulysses or hybrid."""
 
     lengths: tuple[int, ...]
     ring: int
@@ -38,7 +39,7 @@ class Case:
     amplitude: float = 1.0
     window: int | None = None
     ulysses: int = 1
-    algorithm: str = "auto"
+    algorithm: str = ""
     inner: int = 1
     kv_cache: str = "none"
 
@@ -47,15 +48,16 @@ class Case:
         return list(accumulate(self.lengths))
 
     def plan(self) -> AttentionPlan:
+        grid = RankGrid(1, self.ring, self.ulysses, self.inner)
         return AttentionPlan.build(
             self.doc_ends,
-            RankGrid(1, self.ring, self.ulysses, self.inner),
+            grid,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             layout=self.layout,
             mask=self.mask,
             sliding_window=self.window,
-            algorithm=self.algorithm,
+            algorithm=self.algorithm or resolve_algorithm("auto", grid, self.num_heads),
             kv_cache=self.kv_cache,
         )
 
@@ -89,7 +91,8 @@ def random_case(rng: random.Random, *, max_ring: int, max_tokens: int = 120) -> 
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         value_dim=rng.choice([head_dim, head_dim, 6, 12]),
-        layout=rng.choice(["zigzag", "contiguous", "balanced"]),
+        layout=rng.choice(["zigzag", "contiguous", "balanced", "auto"]),
+        algorithm=rng.choice(["", "", "auto"]),
         mask=mask,
         seed=rng.randrange(1 << 30),
         window=rng.choice([None, None, rng.randint(1, max_tokens)]) if mask == "causal" else None,

@@ -18,6 +18,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     **{f"ulysses {n}": {"ring": 1, "ulysses": n} for n in range(2, 9)},
     **{f"hybrid {r} x {u}": {"ring": r, "ulysses": u} for r, u in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2))},
     "hybrid 4 of 2 x 2": {"ring": 4, "inner": 2, "ulysses": 2},
+    **{f"auto {n}": {"ring": n, "algorithm": "auto"} for n in (2, 3, 4, 8)},
 }
 HEADS = {"MHA": (8, 8), "GQA": (8, 2), "MQA": (8, 1)}
 MASKS: tuple[dict[str, Any], ...] = ({}, {"mask": "full"}, {"window": 11})
@@ -25,7 +26,7 @@ EIGHT = ["ring 8", "double ring 8 of 4", "allgather 8", "ulysses 8", "hybrid 4 x
 PACK = Case((1, 150, 40, 9, 1, 63), 1, 8, 2, 16, 16)
 
 
-def _lengths(rng: random.Random) -> tuple[int, ...]:
+def pack_lengths(rng: random.Random) -> tuple[int, ...]:
     """All 1-token documents, too few tokens for all ranks, one document, or a mixture."""
     kinds = [
         [1] * rng.randint(1, 12),
@@ -36,14 +37,14 @@ def _lengths(rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.choice(kinds))
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced", "auto"])
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_matrix(name: str, layout: str) -> None:
     rng = random.Random(f"{name} {layout}")
     for num_heads, num_kv_heads in HEADS.values():
         for mask in MASKS:
             case = Case(
-                _lengths(rng),
+                pack_lengths(rng),
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=8,
@@ -55,6 +56,13 @@ def test_matrix(name: str, layout: str) -> None:
             )
             found = errors(case, run_in_memory(case))
             assert max(found.values()) <= TOLERANCE, (case, found)
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_a_schedule_is_the_one_it_is_called(name: str) -> None:
+    """Once, rings were left to "auto", which took allgather for many of the packs above."""
+    asked = {"double": "ring", "auto": "ring, allgather"}.get(name.split()[0], name.split()[0])
+    assert Case((40, 9, 1), num_heads=8, **SCHEDULES[name]).plan().algorithm in asked
 
 
 @cache
