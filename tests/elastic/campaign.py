@@ -311,7 +311,7 @@ class Campaign:
         named = [e for e in during if e["event"] in INCIDENTS]
         recovered = [e for e in named if e["event"] == "recovered"]
         last = max((e["time"] for e in recovered), default=struck)
-        following = [e["time"] for e in during if e["event"] in ("step", "run_finished") and e["time"] >= last]
+        following = [e["time"] for e in log if e["event"] in ("step", "run_finished") and e["time"] >= last]
         if following:
             result.seconds = following[0] - struck
         result.lost = sum(int(e["steps_lost"]) for e in recovered)
