@@ -21,10 +21,10 @@ from raycp.driver.lease import Lease
 from raycp.driver.record import RunRecord
 from raycp.driver.runtime import RayRuntime, secret_of
 from raycp.driver.signals import StopSignal
-from raycp.driver.worlds import Worlds
+from raycp.driver.worlds import World, Worlds
 from raycp.errors import PlanError
 from raycp.events import EventLog
-from raycp.plan import CostModel, RankGrid
+from raycp.plan import CostModel, GridChoice, RankGrid
 from raycp.preflight import ITEMSIZE, Setup
 from raycp.resolve import (
     grid_warning,
@@ -76,24 +76,26 @@ def launch(
     """
     config, folder = setup.config, setup.folder
     worlds = _worlds(setup, spec, packs)
-    choice = resolve_grid(config, setup.model_config, spec.cost, packs=packs)
     if setup.cluster is None:
         setup.cluster = connect(workers=processes(config))
     root = checkpoint_root(setup)
     fence(root, record.run_id, record.generation)
     events = EventLog(folder / "events.jsonl", generation=record.generation)
-    events.write(
-        "run_started",
-        run_id=record.run_id,
-        config=config.to_dict(),
-        grid=dataclasses.asdict(choice.grid),
-        grid_reason=choice.reason,
-    )
-    warning = grid_warning(choice.grid, config, setup.model_config, spec.cost)
     secret = secret_of(folder, lambda: secrets.token_bytes(32))
     with Display(total_steps=schedule.total_steps) as display, StopSignal(display.say) as stop:
-        if warning is not None:
-            display.say(warning)
+
+        def started(world: World) -> None:
+            events.write(
+                "run_started",
+                run_id=record.run_id,
+                config=config.to_dict(),
+                grid=dataclasses.asdict(world.grid),
+                grid_reason=world.reason,
+            )
+            warning = grid_warning(world.grid, config, setup.model_config, world.cost)
+            if warning is not None:
+                display.say(warning)
+
         runtime = RayRuntime(
             spec,
             setup.cluster,
@@ -115,6 +117,7 @@ def launch(
             state_bytes=state_bytes(setup.model_config, config.optim.name),
             display=display,
             stop=stop,
+            started=started,
         ).run()
     events.close()
     return outcome
@@ -134,10 +137,10 @@ def _worlds(setup: Setup, spec: RunSpec, packs: Sequence[Sequence[int]]) -> Worl
     config, model = setup.config, setup.model_config
     itemsize = ITEMSIZE[config.dtype]
 
-    def grid_of(dp: int, cp: int, cost: CostModel) -> RankGrid | None:
+    def grid_of(dp: int, cp: int, cost: CostModel) -> GridChoice | None:
         parallel = dataclasses.replace(config.parallel, dp=dp, cp=cp)
         try:
-            return resolve_grid(dataclasses.replace(config, parallel=parallel), model, cost, packs=packs).grid
+            return resolve_grid(dataclasses.replace(config, parallel=parallel), model, cost, packs=packs)
         except PlanError:  # more Ulysses ranks than heads, a window that does not divide the ring
             return None
 

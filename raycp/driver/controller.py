@@ -9,6 +9,7 @@ what failed, and the same command continues. Costs one message per rank and step
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -25,7 +26,7 @@ from raycp.driver.recovery import Incident, Strikes, human
 from raycp.driver.runtime import Runtime
 from raycp.driver.saving import Saving
 from raycp.driver.signals import StopSignal
-from raycp.driver.worlds import Worlds
+from raycp.driver.worlds import World, Worlds
 from raycp.errors import RaycpError, WorkerError
 from raycp.events import EventLog, read_events
 from raycp.training.storage import Storage
@@ -81,6 +82,7 @@ class Controller:
         state_bytes: of the whole training state, which is kept in memory too where it fits.
         display: bar and messages.
         stop: tells when a person asked the run to stop.
+        started: is told, once, which world the run begins with.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Controller:
         state_bytes: int,
         display: Display,
         stop: StopSignal,
+        started: Callable[[World], None],
     ) -> None:
         self._spec = spec
         self._config: FitConfig = spec.config
@@ -123,6 +126,7 @@ class Controller:
             checkpoints=checkpoints,
             secret=secret,
             say=display.say,
+            started=started,
         )
         self._saving = Saving(
             spec=spec,

@@ -58,6 +58,7 @@ class Formation:
         checkpoints: where state is on storage.
         secret: of the run; keepers talk to nobody else.
         say: shows a message to the person.
+        started: is told, once, which world the run begins with.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Formation:
         checkpoints: Checkpoints,
         secret: bytes,
         say: Callable[[str], None],
+        started: Callable[[World], None],
     ) -> None:
         self._spec = spec
         self._elastic = spec.config.elastic
@@ -83,6 +85,7 @@ class Formation:
         self._checkpoints = checkpoints
         self._secret = secret
         self._say = say
+        self._started = started
         self._fleet = runtime.fleet
         self._shared_memory = not spec.device.is_accelerator
         self._ranks: RanksLike | None = None
@@ -168,6 +171,8 @@ class Formation:
             self._world = self._plan(incident, first=first)
             if placed is None:
                 self._worlds.settle(self._record.remember("node_ranks", list(self._world.node_ranks)))
+            if first:
+                self._started(self._world)
         with incident.phase(Phase.REBUILD, clock):
             if not first:
                 self._events.generation = self._record.raise_generation()
@@ -230,9 +235,6 @@ class Formation:
     def _connect(self, world: World) -> None:
         self._store = self._runtime.open_store()  # held here only: dropping it frees whoever waits in it
         port = self._store.port
-        per_node: dict[str, int] = {}
-        for member in self.ranks.members:
-            per_node[member.probe.node_id] = per_node.get(member.probe.node_id, 0) + 1
         keepers = self.memory.addresses if self.memory is not None else {}
 
         def join(member: Member) -> Any:
@@ -245,7 +247,7 @@ class Formation:
                     store_host=self._runtime.address,
                     store_port=port,
                     timeout=COLLECTIVE_TIMEOUT,
-                    threads=max(1, member.probe.cpu_count // per_node[member.probe.node_id]),
+                    threads=max(1, member.probe.cpu_count // world.takes[member.probe.node_id]),
                     keeper=keepers.get(member.probe.node_id),
                     secret=self._secret,
                 )

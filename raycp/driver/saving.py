@@ -86,18 +86,21 @@ class Saving:
 
     def wants_copy(self, step: int) -> bool:
         """Whether the state after `step` is copied to the keepers."""
-        e = self._elastic
-        due = step % e.snapshot_every == 0 or step % e.checkpoint_every == 0 or step == self._spec.total_steps
+        due = step % self._elastic.snapshot_every == 0 or self._is_saved(step) or step == self._spec.total_steps
         return due and self._formation.memory is not None
 
     def after(self, step: int) -> None:
         """`step` was reported and is neither the last one nor one to stop at: a checkpoint of it may be due."""
-        every = self._elastic.checkpoint_every
-        if step % every == 0:
-            if self._formation.memory is None or self.commits.committed < step - every:
-                self.save_by_ranks(step)  # nothing is in memory, or copies fail again and again
-            else:
-                self._due.add(step)
+        if not self._is_saved(step):
+            return
+        if self._formation.memory is None or self.commits.committed < step - self._elastic.checkpoint_every:
+            self.save_by_ranks(step)  # nothing is in memory, or copies fail again and again
+        else:
+            self._due.add(step)
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is wanted."""
+        return step % self._elastic.checkpoint_every == 0
 
     def interrupted(self) -> None:
         """A failure: another world will be formed."""

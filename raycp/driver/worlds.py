@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from raycp.driver.placement import share_out
-from raycp.plan import CostModel, RankGrid
+from raycp.plan import CostModel, GridChoice, RankGrid
 from raycp.plan.resize import WorldLimits, worlds
 from workers.messages import Probe
 
@@ -19,6 +19,7 @@ class World:
 
     Attributes:
         grid: dp x ring x ulysses.
+        reason: why it has that shape.
         recompute: layers are recomputed in backward.
         takes: {node id: ranks there}.
         cost: figures that layouts and algorithms of packs are chosen by.
@@ -26,6 +27,7 @@ class World:
     """
 
     grid: RankGrid
+    reason: str
     recompute: bool
     takes: dict[str, int]
     cost: CostModel
@@ -37,7 +39,7 @@ class Worlds:
 
     Args:
         limits: of degrees and workers.
-        grid_of: (dp, cp, figures) -> grid, or None if no grid of these degrees can run the model.
+        grid_of: (dp, cp, figures) -> grid and the reason, or None if no grid of these degrees can run the model.
         cost_of: ranks of each node -> figures.
         bytes_of: (grid, recompute) -> bytes of memory that one rank takes.
         recompute: what the configuration asks for when memory is no question.
@@ -47,7 +49,7 @@ class Worlds:
         self,
         limits: WorldLimits,
         *,
-        grid_of: Callable[[int, int, CostModel], RankGrid | None],
+        grid_of: Callable[[int, int, CostModel], GridChoice | None],
         cost_of: Callable[[tuple[int, ...]], CostModel],
         bytes_of: Callable[[RankGrid, bool], int],
         recompute: bool,
@@ -86,14 +88,21 @@ class Worlds:
                 continue
             node_ranks = tuple(takes[n] for n in room if takes[n])
             cost = self._settled or self._cost_of(node_ranks)
-            grid = self._grid_of(dp, cp, cost)
-            if grid is None:
+            choice = self._grid_of(dp, cp, cost)
+            if choice is None:
                 continue
-            world = World(grid=grid, recompute=self._recompute, takes=takes, cost=cost, node_ranks=node_ranks)
+            world = World(
+                grid=choice.grid,
+                reason=choice.reason,
+                recompute=self._recompute,
+                takes=takes,
+                cost=cost,
+                node_ranks=node_ranks,
+            )
             if first:
                 return world
             have = min(memory[n] // (takes[n] if shared_memory else 1) for n in takes if takes[n])
             for recompute in (self._recompute, True):
-                if self._bytes_of(grid, recompute) <= have:
+                if self._bytes_of(world.grid, recompute) <= have:
                     return replace(world, recompute=recompute)
         return None

@@ -52,9 +52,3 @@ def worlds(available: int, limits: WorldLimits) -> list[tuple[int, int]]:
     ]
     wanted_dp, wanted_cp = limits.wanted
     return sorted(found, key=lambda w: (-w[0] * w[1], abs(w[1] - wanted_cp), abs(w[0] - wanted_dp), -w[1]))
-
-
-def smallest(limits: WorldLimits) -> int:
-    """Fewest workers that any world within `limits` has; 0 if there is none."""
-    found = worlds(limits.workers[1], limits)
-    return min((dp * cp for dp, cp in found), default=0)

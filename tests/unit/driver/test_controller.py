@@ -18,10 +18,10 @@ from raycp.driver.display import Display
 from raycp.driver.formation import Formation
 from raycp.driver.record import RunRecord
 from raycp.driver.signals import StopSignal
-from raycp.driver.worlds import Worlds
+from raycp.driver.worlds import World, Worlds
 from raycp.errors import StaleGenerationError, WorkerError
 from raycp.events import EventLog, read_events
-from raycp.plan import CostModel, RankGrid
+from raycp.plan import CostModel, GridChoice, RankGrid
 from raycp.plan.resize import WorldLimits
 from raycp.training.device import resolve_device
 from raycp.training.spec import ModelSpec
@@ -65,11 +65,12 @@ class Run:
         self.screen = io.StringIO()
         display = Display(total_steps=TOTAL, file=self.screen)
         self.stop = StopSignal(display.say)
+        self.started: list[World] = []
         self.controller = Controller(
             spec=spec,
             worlds=Worlds(
                 WorldLimits(cp=cp, dp=(1, 1), workers=(settings.get("min_workers", 1), size), wanted=(1, size)),
-                grid_of=lambda dp, cp, cost: RankGrid(dp=dp, ring=cp),
+                grid_of=lambda dp, cp, cost: GridChoice(RankGrid(dp=dp, ring=cp), ()),
                 cost_of=lambda node_ranks: CostModel().on_nodes(node_ranks),
                 bytes_of=lambda grid, recompute: 1,
                 recompute=False,
@@ -83,6 +84,7 @@ class Run:
             state_bytes=1,
             display=display,
             stop=self.stop,
+            started=self.started.append,
         )
 
     def __call__(self) -> Outcome:
@@ -120,6 +122,14 @@ def test_an_unbroken_run(tmp_path: Path) -> None:
     assert outcome.status == "finished"
     assert named(tmp_path, "recovered", "resized", "worker_lost") == []
     assert [e["step"] for e in named(tmp_path, "checkpoint")] == [3, 6]
+
+
+def test_what_a_run_says_that_it_begins_with_is_the_world_of_its_placement(tmp_path: Path) -> None:
+    """`run_started` had the grid that was chosen before anybody knew where the ranks would be."""
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("connecting", 0, "die")]))
+    run()
+    (world,) = run.started
+    assert (world.grid.world_size, world.node_ranks, world.cost) == (4, (2, 2), CostModel().on_nodes((2, 2)))
 
 
 @pytest.mark.parametrize("kind", ["die", "freeze", "node", "raise"])

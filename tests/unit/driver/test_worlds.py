@@ -4,7 +4,7 @@ import pytest
 
 from raycp.driver.placement import share_out
 from raycp.driver.worlds import Worlds
-from raycp.plan import CostModel, RankGrid
+from raycp.plan import CostModel, GridChoice, RankGrid
 from raycp.plan.resize import WorldLimits
 from workers.messages import Probe
 
@@ -23,7 +23,7 @@ def chooser(plain: int, recomputed: int, limits: WorldLimits = LIMITS) -> Worlds
     """Ranks take `plain` / cp bytes, or `recomputed` / cp."""
     return Worlds(
         limits,
-        grid_of=lambda dp, cp, cost: None if cp == 3 else RankGrid(dp=dp, ring=cp),  # say, of the window
+        grid_of=lambda dp, cp, cost: None if cp == 3 else GridChoice(RankGrid(dp=dp, ring=cp), ()),  # of the window
         cost_of=lambda node_ranks: CostModel().on_nodes(node_ranks),
         bytes_of=lambda grid, recompute: (recomputed if recompute else plain) // grid.cp,
         recompute=False,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from raycp.errors import PlanError
-from raycp.plan.resize import WorldLimits, smallest, worlds
+from raycp.plan.resize import WorldLimits, worlds
 
 
 def limits(cp: tuple[int, int], dp: tuple[int, int], workers: tuple[int, int], wanted: tuple[int, int]) -> WorldLimits:
@@ -45,11 +45,6 @@ def test_every_world_is_within_the_limits_and_the_first_uses_most_workers() -> N
             a * b for a in range(1, dp + 1) for b in range(low, high + 1) if least <= a * b <= min(available, 8)
         ]
         assert sizes[:1] == ([max(everything)] if everything else [])
-
-
-def test_the_smallest_world() -> None:
-    assert smallest(limits((2, 8), (1, 2), (3, 16), (2, 8))) == 3
-    assert smallest(limits((8, 8), (1, 2), (1, 16), (2, 8))) == 8
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (3, 2)])
