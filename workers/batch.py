@@ -8,6 +8,7 @@ no target), so that every rank enters the same collectives. Costs one attention 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from data_pipeline import Document, Pack, PackLoader, assign_packs, pack_documen
 from raycp.attention import Carrier, Groups
 from raycp.plan import AttentionPlan, CostModel, RankGrid
 from raycp.training.layers import AttentionLayers, split_of
-from workers.ahead import PlanAhead, Planned
+from workers.ahead import Ahead
 
 
 @dataclass(kw_only=True)
@@ -83,9 +84,9 @@ class Batcher:
         self._keep = keep_attention
         self._device = device
         self._on_layer = on_layer
-        self._ahead = PlanAhead(self._plan)
+        self._ahead = Ahead(self._share)
         self.waited = 0.0
-        """Seconds that `micro_batches` waited for packs and plans, or cut and moved them, in all."""
+        """Seconds that `micro_batches` waited for shares of packs, or moved them to the device, in all."""
 
     def assigned(self, pack_ids: Sequence[int]) -> list[int | None]:
         """Pack ids that this rank's replica runs, in order; None is an empty micro-batch.
@@ -111,11 +112,12 @@ class Batcher:
         coming = [*assigned, *following]
         for i, pack_id in enumerate(assigned):
             began = time.perf_counter()
-            batch = self._share(self._ahead.take(pack_id, coming[i + 1 :]))
+            batch = self._on_device(self._ahead.take(pack_id, coming[i + 1 :]))
             self.waited += time.perf_counter() - began
             yield batch
 
-    def _plan(self, pack_id: int | None) -> Planned:
+    def _share(self, pack_id: int | None) -> "_Share":
+        """Reads a pack, plans its attention, and cuts out what this rank holds; in the thread that works ahead."""
         pack = _empty_pack() if pack_id is None else self._loader.pack(pack_id)
         plan = self._layers.plan(
             pack.doc_ends,
@@ -127,25 +129,43 @@ class Batcher:
         )
         for one in [plan] if isinstance(plan, AttentionPlan) else plan.values():
             one.program(self._cp_rank)  # made lazily: here, not in the step
-        return Planned(pack, plan)
-
-    def _share(self, planned: Planned) -> MicroBatch:
-        """What this rank holds of a pack."""
-        pack, plan = planned
         shard = split_pack(pack, split_of(plan), self._cp_rank)
-        carrier = Carrier(plan=plan, groups=self._groups, keep=self._keep, on_layer=self._on_layer)
-        return MicroBatch(
-            ids=self._tensor(shard.ids, torch.int64),
-            targets=self._tensor(shard.targets, torch.int64),
-            position_ids=self._tensor(shard.position_ids, torch.int64),
-            weights=None if shard.weights is None else self._tensor(shard.weights, torch.float32),
-            carrier=carrier,
+        return _Share(
+            ids=_tensor(shard.ids, torch.int64),
+            targets=_tensor(shard.targets, torch.int64),
+            position_ids=_tensor(shard.position_ids, torch.int64),
+            weights=None if shard.weights is None else _tensor(shard.weights, torch.float32),
+            plan=plan,
             num_tokens=len(pack),
             num_targets=pack.num_targets,
         )
 
-    def _tensor(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device=self._device, dtype=dtype)
+    def _on_device(self, share: "_Share") -> MicroBatch:
+        return MicroBatch(
+            ids=share.ids.to(self._device),
+            targets=share.targets.to(self._device),
+            position_ids=share.position_ids.to(self._device),
+            weights=None if share.weights is None else share.weights.to(self._device),
+            carrier=Carrier(plan=share.plan, groups=self._groups, keep=self._keep, on_layer=self._on_layer),
+            num_tokens=share.num_tokens,
+            num_targets=share.num_targets,
+        )
+
+
+class _Share(NamedTuple):
+    """A `MicroBatch` that is not on its device yet."""
+
+    ids: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    weights: torch.Tensor | None
+    plan: AttentionPlan | dict[str, AttentionPlan]
+    num_tokens: int
+    num_targets: int
+
+
+def _tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype=dtype)
 
 
 def _empty_pack() -> Pack:

@@ -4,8 +4,7 @@ import time
 
 from data_pipeline import Pack, pack_documents
 from data_pipeline.document import Document
-from raycp.plan import AttentionPlan, RankGrid
-from workers.ahead import DEPTH, PlanAhead, Planned
+from workers.ahead import DEPTH, Ahead
 
 
 def pack_of(size: int) -> Pack:
@@ -13,26 +12,19 @@ def pack_of(size: int) -> Pack:
     return pack_documents([Document(ids=ids, targets=[*ids[1:], -100], weights=None, start_position=0, row_id="")])
 
 
-def planned(size: int) -> Planned:
-    plan = AttentionPlan.build(
-        doc_ends=[size], grid=RankGrid(dp=1, ring=2), layout="zigzag", algorithm="ring", num_heads=2, num_kv_heads=1
-    )
-    return Planned(pack_of(size), plan)
-
-
-def ahead(made: list[int] | None = None) -> PlanAhead:
-    def make(pack_id: int | None) -> Planned:
+def ahead(made: list[int] | None = None) -> Ahead[Pack]:
+    def make(pack_id: int | None) -> Pack:
         assert pack_id is not None
         if made is not None:
             made.append(pack_id)
-        return planned(8 + pack_id)
+        return pack_of(8 + pack_id)
 
-    return PlanAhead(make)
+    return Ahead(make)
 
 
 def test_packs_come_in_the_order_that_is_asked_for() -> None:
     queue = ahead()
-    assert [len(queue.take(i, range(i + 1, 12)).pack) for i in range(12)] == [8 + i for i in range(12)]
+    assert [len(queue.take(i, range(i + 1, 12))) for i in range(12)] == [8 + i for i in range(12)]
 
 
 def test_the_next_plans_are_made_while_the_current_one_is_used_also_over_the_end_of_a_step() -> None:
@@ -50,4 +42,4 @@ def test_the_next_plans_are_made_while_the_current_one_is_used_also_over_the_end
 def test_a_change_of_mind_plans_anew() -> None:
     queue = ahead()
     queue.take(0, [1, 2])
-    assert len(queue.take(5, []).pack) == 13
+    assert len(queue.take(5, [])) == 13

@@ -1,12 +1,13 @@
 """Which packs a replica runs, and what an empty micro-batch is."""
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from data_pipeline import DocumentStore, PackLoader, build_store
+from data_pipeline import DocumentStore, PackLoader, build_store, split_pack
 from jobs.presets import make_tokenizer
 from raycp.attention import Groups
 from raycp.attention.communicator import LocalCommunicator
@@ -92,3 +93,19 @@ def test_the_time_that_a_step_waits_for_data_is_counted(loader: PackLoader) -> N
     before = one.waited
     assert list(one.micro_batches([])) == []
     assert one.waited == before
+
+
+def test_a_pack_is_cut_in_the_thread_that_works_ahead_not_in_the_step(
+    loader: PackLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return split_pack(*arguments)
+
+    monkeypatch.setattr("workers.batch.split_pack", noted)
+    one = batcher(loader, dp=1, cp=2, rank=1)
+    assert len(list(one.micro_batches([0, 1]))) == 2
+    assert len(threads) == 2
+    assert all(name.startswith("data-ahead") for name in threads)
