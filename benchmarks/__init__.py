@@ -10,6 +10,9 @@
 * `auto_regret`: what "auto" chose against the best that could have been chosen
 * `recovery`: seconds from a killed, frozen or cut-off rank or node to the next committed step; Ray Train
 * `stall`: how long training waits for the copies of its state
+* `packing`: how full packs are, and what planning a million documents costs
+* `preparing`: 2 GB of text, killed on the way: seconds, and memory of each process
+* `data_wait`: how long training waits for data
 
 `report`, `packs`, `meters`, `rounds`, `peers`, `faults` and `ray_train` are shared by them.
 """

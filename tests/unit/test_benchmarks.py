@@ -124,6 +124,7 @@ def test_a_missed_bar_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> No
         "snapshot",
         "packing",
         "preparing",
+        "data_wait",
     ],
 )
 def test_every_command_runs(name: str, tmp_path: Path) -> None:
