@@ -24,7 +24,7 @@ from raycp.training.manifest import Manifest, ShardRecord
 from raycp.training.storage import Storage
 from workers.exchange import WAIT_SECONDS, Exchange
 from workers.flush import flush_alone, verified_pieces
-from workers.processes import kill_process
+from workers.processes import is_stopped, kill_process
 from workers.slots import Slot, SlotState
 from workers.wire import KeeperAddress, Server, listen_tcp, listen_unix
 
@@ -147,6 +147,20 @@ class Keeper:
                 self._ranks = None
                 self._unpin(list(self._pins))
             self._exchange.fence(generation)
+
+    def take_over(self, generation: int, *, ttl: float, checkpoints: str) -> None:
+        """Another driver found this keeper: as `fence`, and what its command says holds from now on.
+
+        Args:
+            generation: of the driver.
+            ttl, checkpoints: as at the start.
+
+        Raises:
+            StaleGenerationError: a newer one is in force.
+        """
+        self.fence(generation)
+        with self._changed:
+            self._ttl, self._checkpoints = ttl, Storage.of(checkpoints)
 
     def assign(
         self,
@@ -293,6 +307,19 @@ class Keeper:
         """
         self._hear(by)
         return kill_process(pid, started)
+
+    def is_stopped(self, pid: int, started: float, *, by: int) -> bool:
+        """Whether a process of this node was stopped by a signal: it will not answer, however long one waits.
+
+        Args:
+            pid, started: as in `kill`.
+            by: generation of the driver.
+
+        Raises:
+            StaleGenerationError: a newer driver has this keeper.
+        """
+        self._hear(by)
+        return is_stopped(pid, started)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,13 @@ PACKAGES = ("raycp", "workers", "data_pipeline")
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its entry point
 _LOOPBACK = "127.0.0.1"
 _QUIET: Mapping[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+HEALTH: Mapping[str, int] = {
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 5,
+}
+"""Ray's health check where raycp starts it: a node that answers nothing for 20 s is lost (Ray's own settings: 64 s). A
+loaded machine answers more often than that: all five questions in a row would have to wait 3 s each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +107,7 @@ def connect(*, workers: int | None) -> ClusterHandle:
                 num_cpus=cpus,
                 include_dashboard=False,
                 _node_ip_address=_LOOPBACK,
+                _system_config=_health_settings(),
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_import_roots())}},
                 **_QUIET,
             )
@@ -214,6 +222,11 @@ def resolve_output_dir(
             )
         ]
     return path.resolve(), []
+
+
+def _health_settings(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """What of `HEALTH` the user has not set for Ray by a variable of its own, which `_system_config` would overrule."""
+    return {name: value for name, value in HEALTH.items() if f"RAY_{name}" not in environ}
 
 
 def _token_in_memory() -> dict[str, str | None]:

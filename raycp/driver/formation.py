@@ -26,7 +26,8 @@ from raycp.training.latest import fence
 from workers.messages import COLLECTIVE_TIMEOUT, Rendezvous, RunSpec
 
 PATIENCE = 10.0
-"""Times `heartbeat_timeout` that a rank may be silent while it loads or writes files (some libraries hold the GIL)."""
+"""Times `heartbeat_timeout` that a rank may be silent while it loads or writes files (some libraries hold the GIL), but
+for one whose keeper sees that its process was stopped by a signal."""
 SOME_PATIENCE = 3.0
 """As `PATIENCE`, where ranks meet and copy: they read no files, but may import what they had not needed before."""
 FREEZE_SECONDS = 10.0
@@ -227,7 +228,7 @@ class Formation:
             chosen += sorted(there, key=lambda w: w not in self._workers)[:count]
         self._workers = [w for w in self._fleet.workers if w in chosen]
         members = [Member(rank=r, actor=w.actor, probe=w.probe) for r, w in enumerate(self._workers)]
-        self._ranks = self._runtime.ranks(members, self._record.generation)
+        self._ranks = self._runtime.ranks(members, self._record.generation, is_stopped=self._is_stopped)
         if self.memory is not None:
             self._add_keepers()
             self.memory.assign(self._record.generation, [m.probe.node_id for m in members])
@@ -322,6 +323,10 @@ class Formation:
             self._fleet.dismiss(gone, self._kill)
             for node_id in suspects & set(silent):
                 self._fleet.avoid(node_id)  # Ray takes seconds to see that a node is gone, a minute for one cut off
+
+    def _is_stopped(self, member: Member) -> bool:
+        probe = member.probe
+        return self.memory is not None and self.memory.is_stopped(probe.node_id, probe.pid, probe.started)
 
     def _kill(self, node_id: str, pid: int, started: float) -> bool:
         return self.memory is not None and self.memory.kill_process(node_id, pid, started)

@@ -102,8 +102,8 @@ class Keepers:
             namespace: of the run, in Ray.
             secret: of the run; the same for every driver of it.
             generation: of this driver.
-            ttl: seconds that keepers outlive a driver; keepers that are found keep theirs.
-            checkpoints: root of the step folders.
+            ttl: seconds that keepers outlive a driver; holds for those that are found, too.
+            checkpoints: root of the step folders; the same.
 
         Raises:
             StaleGenerationError: a newer driver has the keepers.
@@ -114,7 +114,7 @@ class Keepers:
         found = find_keepers(namespace)
         alive = {n.node_id for n in live_nodes()}
         fences = {
-            node_id: on(handle, "fence", CONTROL).remote(generation)
+            node_id: on(handle, "take_over", CONTROL).remote(generation, ttl=ttl, checkpoints=checkpoints)
             for node_id, handle in found.items()
             if node_id in alive
         }
@@ -315,14 +315,11 @@ class Keepers:
         Returns:
             False: nobody there: no keeper that answers, or no such process.
         """
-        with self._lock:
-            handle = self._handles.get(node_id)
-        if handle is None:
-            return False
-        answer = answers_of({node_id: on(handle, "kill", CONTROL).remote(pid, started, by=self._generation)}, 1.0)[
-            node_id
-        ]
-        return answer is True
+        return self._ask_about("kill", node_id, pid, started)
+
+    def is_stopped(self, node_id: str, pid: int, started: float) -> bool:
+        """Whether a process of a node was stopped by a signal, as far as known; arguments as of `kill_process`."""
+        return self._ask_about("is_stopped", node_id, pid, started)
 
     def unreachable(self, seconds: float, suspects: Collection[str] = ()) -> list[str]:
         """Nodes whose keeper has died, and those of `suspects` whose keeper does not answer within `seconds`: they are
@@ -374,6 +371,14 @@ class Keepers:
         return order_flush(handles, manifest, homes, folder, commit=commit, by=self._generation)
 
     # -- pieces -----------------------------------------------------------------------------------------------------
+
+    def _ask_about(self, method: str, node_id: str, pid: int, started: float) -> bool:
+        with self._lock:
+            handle = self._handles.get(node_id)
+        if handle is None:
+            return False
+        call = on(handle, method, CONTROL).remote(pid, started, by=self._generation)
+        return answers_of({node_id: call}, 1.0)[node_id] is True
 
     def _start_on(self, node_ids: Sequence[str]) -> None:
         for node_id in [n for n in node_ids if n in self._arrivals]:

@@ -59,6 +59,7 @@ class Membership:
             step, after which it counts as lost.
         watch: called about once a second with rank 0's progress while a call runs.
         is_alive: whether the cluster counts a node (by its id) as alive.
+        is_stopped: whether a rank's process is known to be stopped by a signal: then no `patience` is had with it.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class Membership:
         unresponsive_after: float,
         watch: Callable[[dict[str, Any]], None] | None = None,
         is_alive: Callable[[str], bool] | None = None,
+        is_stopped: Callable[[Member], bool] = lambda member: False,
     ) -> None:
         self.members = list(members)
         self.generation = generation
         self._unresponsive_after = unresponsive_after
         self._watch = watch
         self._is_alive = is_alive or _node_is_alive
+        self._is_stopped = is_stopped
         self._asked: dict[int, Any] = {}
         self._heard: dict[int, float] = {}
         self._beats: dict[int, dict[str, Any]] = {}
@@ -188,8 +191,9 @@ class Membership:
             if reference is not None:
                 ready, _ = ray.wait([reference], timeout=0)
                 if not ready:
-                    if now - self._heard[member.rank] > limit:
-                        found[member.rank] = TimeoutError(f"no answer from its control thread for {limit:.0f} s")
+                    silent = now - self._heard[member.rank]
+                    if silent > limit or (silent > self._unresponsive_after and self._is_stopped(member)):
+                        found[member.rank] = TimeoutError(f"no answer from its control thread for {silent:.0f} s")
                     continue
                 del self._asked[member.rank]
                 try:

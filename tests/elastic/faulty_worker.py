@@ -59,6 +59,16 @@ class FrozenWorker(_Faulty):
         raise AssertionError("woken up")
 
 
+class FrozenLoader(_Faulty):
+    """SIGSTOP while the model is built, where libraries may hold the interpreter for long."""
+
+    def build(self, generation: int, *, initialise: bool, recompute: bool) -> None:
+        if self._require_groups(generation).rendezvous.rank == FAULT_RANK and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().build(generation, initialise=initialise, recompute=recompute)
+
+
 class DivergingWorker(_Faulty):
     """A parameter becomes NaN, after the copy of the step before was made."""
 

@@ -352,6 +352,23 @@ def test_without_a_driver_the_step_is_written_and_the_keepers_end(cluster: Clust
     assert keeper_pids("expire") == {}
 
 
+def test_keepers_that_another_driver_found_have_its_time_and_its_folder(cluster: Cluster, tmp_path: Path) -> None:
+    """They lived on for the time of the first command, and wrote to its folder."""
+    process = first_driver(cluster.address, "told", ttl=300.0, checkpoints=str(tmp_path / "old"))
+    pids = keeper_pids("told")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    keepers, ranks = start("told", generation=2, ttl=3.0, checkpoints=str(tmp_path / "new"))
+    assert keeper_pids("told") == pids
+    ranks.close()
+    del keepers  # nobody speaks to them any more
+    assert ended(pids, 60.0)
+    found = newest(tmp_path / "new").manifest
+    assert found is not None
+    assert found.step == 2
+    assert not (tmp_path / "old").exists()
+
+
 def test_a_keeper_on_a_node_that_came_starts_while_nobody_waits(cluster: Cluster) -> None:
     keepers, ranks = start("begin", generation=1)
     came, later = next(n for n in live_nodes() if n.node_id not in keepers.addresses), time.monotonic() + 60.0

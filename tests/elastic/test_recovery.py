@@ -82,6 +82,18 @@ def test_a_lost_rank_interrupts_the_run_and_costs_no_committed_step(
     assert grids[0] == grids[-1] == 2 or (worker, spares) == ("DyingWorker", 0)
 
 
+def test_a_rank_that_freezes_while_it_loads_is_seen_by_heartbeat_timeout(
+    unbroken: raycp.FitResult, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was seen after ten times as long, since whoever loads may be silent for that time."""
+    monkeypatch.setattr(fleet, "TrainWorker", faulty_worker.FrozenLoader)
+    result = raycp.fit(**inputs, output_dir=tmp_path, config=config(spares=1, heartbeat_timeout=4.0))
+    check(result, unbroken, same_world=True)
+    (recovered,) = result.recoveries
+    assert "no answer from its control thread" in recovered["causes"][0]["cause"]
+    assert 4.0 <= recovered["seconds"]["detect"] < 8.0
+
+
 def test_a_planted_stale_state_after_recovery_is_seen_by_the_comparison(
     unbroken: raycp.FitResult, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

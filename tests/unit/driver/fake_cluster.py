@@ -242,7 +242,7 @@ class FakeCluster:
 
     # -- the runtime ------------------------------------------------------------------------------------------------
 
-    def ranks(self, members: Sequence[Member], generation: int) -> "FakeRanks":
+    def ranks(self, members: Sequence[Member], generation: int, *, is_stopped: Callable[[Member], bool]) -> "FakeRanks":
         assert all(m.actor.alive for m in members), "a lost process is never a rank again"
         self.generations.append(generation)
         return FakeRanks(self, list(members), generation)
@@ -478,6 +478,9 @@ class FakeKeepers:
 
     def kill_process(self, node_id: str, pid: int, started: float) -> bool:
         return node_id in self.addresses
+
+    def is_stopped(self, node_id: str, pid: int, started: float) -> bool:
+        return any(w.probe.pid == pid and w.actor.frozen for w in self.world.workers)
 
     def beat(self) -> None:
         return

@@ -20,7 +20,7 @@ from raycp.training.state import State
 from tests.snapshots import SECRET, SHAPES, Nodes, Ranks, assert_holds, child, kill, manifest_of, state_of
 from workers import exchange, keeper, slots, wire
 from workers.keeper import Keeper
-from workers.processes import kill_process
+from workers.processes import is_stopped, kill_process
 from workers.snapshot import SnapshotWriter
 from workers.wire import KeeperAddress
 
@@ -526,6 +526,20 @@ def test_a_storage_that_fails_is_asked_again(tmp_path: Path) -> None:
     ranks.close()
 
 
+def test_a_keeper_that_another_driver_found_goes_by_what_that_one_says(tmp_path: Path) -> None:
+    """It kept the time and the folder of the first command, whatever the second one said."""
+    nodes = Nodes("a", str(tmp_path / "old"))
+    ranks = nodes.assign("a")
+    manifest = step(nodes, ranks, 1)
+    nodes["a"].take_over(2, ttl=1.0, checkpoints=str(tmp_path / "new"))
+    with pytest.raises(StaleGenerationError):
+        nodes["a"].take_over(1, ttl=300.0, checkpoints=str(tmp_path / "old"))
+    assert eventually(lambda: nodes.ended == ["a"], 10)
+    assert newest(tmp_path / "new").manifest == manifest
+    assert not (tmp_path / "old").exists()
+    ranks.close()
+
+
 # -- processes --------------------------------------------------------------------------------------------------
 
 
@@ -540,6 +554,18 @@ def test_a_process_is_killed_by_id_and_start_and_no_other(nodes: Nodes) -> None:
     assert nodes["a"].kill(process.pid, started, by=1)
     assert process.wait(5) == -signal.SIGKILL
     assert not nodes["a"].kill(process.pid, started, by=1)
+
+
+def test_a_process_that_was_stopped_is_told_from_one_that_is_silent() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = psutil.Process(process.pid).create_time()
+    assert not is_stopped(process.pid, started)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert eventually(lambda: is_stopped(process.pid, started))
+    assert not is_stopped(process.pid, started - 100)  # the id came again
+    process.kill()
+    process.wait()
+    assert not is_stopped(process.pid, started)
 
 
 def test_nothing_is_left_when_keepers_end(tmp_path: Path) -> None:
