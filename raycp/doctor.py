@@ -179,6 +179,12 @@ def _torch(report: Report, device: str, counts: Mapping[str, int]) -> None:
 
 
 def _kernel(report: Report, kernel: object, device: object) -> None:
+    from raycp.attention.kernels.cuda import CudaKernel
+
+    if isinstance(kernel, CudaKernel):
+        for line in kernel.explain():
+            report.add("attention", f"{line} on {device}")
+        return
     op = getattr(kernel, "op", None)
     name = type(kernel).__name__ if op is None else type(op).__name__
     order = getattr(op, "order", None)

@@ -8,7 +8,8 @@ here and nowhere else.
 * `sdpa`: PyTorch's own flash attention for CPUs
 * `varlen`: what kernels share that take many documents in one call
 * `npu`: Ascend's fused attention
-* `cuda`: flash-attn, or the same inside PyTorch
+* `cuda`: flash-attn, or what is inside PyTorch: by dtype, head dim and GPU
+* `aten`: flash and memory-efficient attention inside PyTorch
 * `matmul`: matrix products a strip at a time, where no fused kernel serves
 * `diagonal`: rows that see one key each; elementwise, on any device
 * `uneven`: any of them for heads that do not divide
@@ -47,7 +48,7 @@ def kernel_for(device: torch.device) -> Kernel:
     if device.type == "npu":
         return VarlenKernel(NpuOp(device))
     if device.type == "cuda":
-        return CudaKernel(ampere=torch.cuda.get_device_capability(device)[0] >= 8)
+        return CudaKernel(capability=torch.cuda.get_device_capability(device))
     raise PlanError(
         f"no attention kernel for device {str(device)!r}: the packed kernels run on {', '.join(DEVICES)}",
         fix="set device to one of these, or pass an object that follows raycp.attention.kernels.Kernel as kernel=",

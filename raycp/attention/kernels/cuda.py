@@ -1,12 +1,8 @@
-"""Flash attention on CUDA: the flash-attn package where it is installed, else the same kernels inside PyTorch.
+"""Attention on CUDA: which kernel serves which tensors, and the flash-attn package.
 
-Guarantees: variable-length calls as in `raycp.attention.kernels.varlen`, masks told from the last key, grouped heads
-without copies, fp32 log-sum-exp; backward gets the merged log-sum-exp and output. What flash attention does not take
-(fp32, head dims above 256, a GPU before Ampere) is computed by `MatmulKernel`. Costs one small copy of the lengths to
-the device per pack and step; gradients are the same bits each time where `torch.use_deterministic_algorithms` is on.
-
-Neither op has a CPU kernel: shapes are checked on meta tensors, numbers on CPU tensors by a kernel that the tests
-register, and on a GPU by `pytest -m cuda`.
+Guarantees: one table, `ROUTES`, decides by dtype, head dim and compute capability, and `raycp doctor` prints it; the
+flash-attn package is used where it is installed and new enough, else the same kernel inside PyTorch
+(`raycp.attention.kernels.aten`). Costs nothing beside the kernels.
 
 Legend: n query rows of a call, m its key rows, H query heads, K key/value heads, D head dim.
 """
@@ -14,83 +10,67 @@ Legend: n query rows of a call, m its key rows, H query heads, K key/value heads
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from raycp.attention.kernels.aten import (
+    EFFICIENT_LIMITS,
+    FLASH_LIMITS,
+    AtenEfficientOp,
+    AtenFlashOp,
+    starts,
+    window,
+)
 from raycp.attention.kernels.matmul import MatmulKernel
 from raycp.attention.kernels.protocol import Kernel
-from raycp.attention.kernels.varlen import NO_LIMIT, VarlenCall, VarlenKernel, VarlenLimits
+from raycp.attention.kernels.varlen import VarlenCall, VarlenKernel
 from raycp.plan import MaskKind, Slice
 
-LIMITS = VarlenLimits(documents=1 << 15, rows=2**31 - 1, heads=1 << 15, dim=256, multiple=8)
-"""Of flash attention 2: lengths are 32-bit, documents and heads are dimensions of the launch, D up to 256."""
 FLASH_ATTN = (2, 7)
 """Oldest flash-attn whose functions are called: the first with these arguments."""
 
 
-class AtenFlashOp:
-    """Follows `VarlenOp` with `torch.ops.aten._flash_attention_forward` and its backward (seen in torch 2.13)."""
+@dataclass(frozen=True)
+class Route:
+    """What one of the kernels takes.
 
-    limits = LIMITS
+    Attributes:
+        name: "flash", "efficient" or "matmul".
+        dim: head dim, at most.
+        capability: least compute capability by dtype; other dtypes are not taken.
+        why: what it is for.
+    """
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `VarlenOp.forward`."""
-        left, right = window(call)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            starts(call.q_ends, q.device),
-            starts(call.k_ends, q.device),
-            call.max_q,
-            call.max_k,
-            0.0,
-            call.kind is MaskKind.CAUSAL,
-            False,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
-        return out, lse.t()
+    name: str
+    dim: int
+    capability: Mapping[torch.dtype, tuple[int, int]]
+    why: str
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: VarlenCall,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `VarlenOp.backward`."""
-        left, right = window(call)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.t().contiguous(),
-            starts(call.q_ends, q.device),
-            starts(call.k_ends, q.device),
-            call.max_q,
-            call.max_k,
-            0.0,
-            call.kind is MaskKind.CAUSAL,
-            torch.empty(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none of
-            torch.empty(0, dtype=torch.uint64, device=q.device),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
-        return dq, dk, dv
+    def takes(self, dtype: torch.dtype, dim: int, capability: tuple[int, int]) -> bool:
+        """Whether it computes tensors like these on such a GPU."""
+        return dtype in self.capability and dim <= self.dim and capability >= self.capability[dtype]
+
+
+_ANY_GPU, _AMPERE = (5, 0), (8, 0)
+ROUTES = (
+    Route(
+        "flash",
+        FLASH_LIMITS.dim,
+        {torch.bfloat16: _AMPERE, torch.float16: _AMPERE},
+        "the fastest; bands and grouped heads inside",
+    ),
+    Route(
+        "efficient",
+        EFFICIENT_LIMITS.dim,
+        {torch.float32: _ANY_GPU, torch.float16: _ANY_GPU, torch.bfloat16: _AMPERE},
+        "what flash attention refuses: fp32, head dims above 256, fp16 before Ampere; bands by matrix products",
+    ),
+    Route("matmul", 1 << 31, dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (0, 0)), "all else; slow"),
+)
+"""In order: the first that takes the tensors serves them."""
 
 
 class FlashAttnOp:
@@ -100,7 +80,7 @@ class FlashAttnOp:
         module: `flash_attn.flash_attn_interface`, of version 2.7 or newer.
     """
 
-    limits = LIMITS
+    limits = FLASH_LIMITS
 
     def __init__(self, module: Any) -> None:
         self._forward_op = module._flash_attn_varlen_forward
@@ -155,21 +135,39 @@ class FlashAttnOp:
 
 
 class CudaKernel:
-    """Follows `raycp.attention.kernels.Kernel`: flash attention where it can, matrix products where it cannot.
+    """Follows `raycp.attention.kernels.Kernel`: the first of `ROUTES` that takes the tensors.
 
     Args:
         op: of flash attention; None: `flash_op()`.
-        ampere: whether the GPU is of compute capability 8.0 or newer, which flash attention needs.
+        capability: compute capability of the GPU.
     """
 
-    def __init__(self, op: AtenFlashOp | FlashAttnOp | None = None, *, ampere: bool = True) -> None:
-        self._flash = VarlenKernel(op or flash_op()) if ampere else None
-        self._matmul = MatmulKernel()
+    def __init__(self, op: AtenFlashOp | FlashAttnOp | None = None, *, capability: tuple[int, int] = _AMPERE) -> None:
+        self._capability = capability
+        self._kernels: dict[str, Kernel] = {
+            "flash": VarlenKernel(op or flash_op()),
+            "efficient": VarlenKernel(AtenEfficientOp()),
+            "matmul": MatmulKernel(),
+        }
+
+    def route(self, dtype: torch.dtype, dim: int) -> Route:
+        """What serves tensors of a dtype, the wider of whose head dims is `dim`."""
+        return next(r for r in ROUTES if r is ROUTES[-1] or r.takes(dtype, dim, self._capability))
 
     def serving(self, q: torch.Tensor, v: torch.Tensor) -> Kernel:
         """The kernel that takes tensors like these."""
-        flash = q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= LIMITS.dim
-        return self._flash if flash and self._flash is not None else self._matmul
+        return self._kernels[self.route(q.dtype, max(q.shape[-1], v.shape[-1])).name]
+
+    def explain(self) -> list[str]:
+        """One line for each compute dtype: what serves it at a head dim of 128, and why."""
+        lines = []
+        for dtype in (torch.bfloat16, torch.float32):
+            route = self.route(dtype, 128)
+            kernel = self._kernels[route.name]
+            name = type(kernel.op if isinstance(kernel, VarlenKernel) else kernel).__name__
+            dims = f"head dims up to {route.dim}" if route.dim < EFFICIENT_LIMITS.dim else "any head dim"
+            lines.append(f"{str(dtype).removeprefix('torch.')}: {name}, {dims} ({route.why})")
+        return lines
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: Sequence[Slice], scale: float
@@ -200,20 +198,3 @@ def flash_op() -> AtenFlashOp | FlashAttnOp:
     if tuple(int(x) for x in found[:2]) < FLASH_ATTN:
         return AtenFlashOp()
     return FlashAttnOp(importlib.import_module("flash_attn.flash_attn_interface"))
-
-
-def window(call: VarlenCall) -> tuple[int, int]:
-    """(left, right) of flash attention, told from the last key; -1: no such side."""
-    match call.kind:
-        case MaskKind.CAUSAL:
-            return -1, 0
-        case MaskKind.BAND:
-            return tuple(-1 if side == NO_LIMIT else side for side in (call.before, call.after))  # type: ignore[return-value]
-        case _:
-            return -1, -1
-
-
-@lru_cache(maxsize=512)
-def starts(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 [documents + 1]: where each document starts, and the end."""
-    return torch.tensor([0, *ends], dtype=torch.int32).to(device, non_blocking=True)

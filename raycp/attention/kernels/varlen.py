@@ -40,6 +40,8 @@ class VarlenLimits:
         heads: of queries, at most.
         dim: head dim, at most.
         multiple: head dims are padded with zeros to a multiple of it.
+        padded: documents times queries of the longest, at most, for an op that pads inside (one document always fits);
+            None: it does not.
     """
 
     documents: int
@@ -47,6 +49,7 @@ class VarlenLimits:
     heads: int
     dim: int
     multiple: int
+    padded: int | None = None
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,7 @@ class _Builder:
     cols: list[Range] = field(default_factory=list)
     q_ends: list[int] = field(default_factory=lambda: [0])
     k_ends: list[int] = field(default_factory=lambda: [0])
+    longest: int = 0
 
     def takes(self, document: _Document, limits: VarlenLimits) -> bool:
         """Whether the document fits behind the others: limits, and no row twice."""
@@ -274,9 +278,11 @@ class _Builder:
             and self.q_ends[-1] + len(document.rows) <= limits.rows
             and self.k_ends[-1] + len(document.cols) <= limits.rows
             and document.rows.start >= self.rows[-1].stop
+            and (limits.padded is None or len(self.q_ends) * max(self.longest, len(document.rows)) <= limits.padded)
         )
 
     def add(self, document: _Document) -> None:
+        self.longest = max(self.longest, len(document.rows))
         self.q_ends.append(self.q_ends[-1] + len(document.rows))
         self.k_ends.append(self.k_ends[-1] + len(document.cols))
         for ranges, new in ((self.rows, document.rows), (self.cols, document.cols)):

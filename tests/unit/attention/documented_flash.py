@@ -3,7 +3,9 @@
 The functions have the names and arguments of flash-attn 2.7 (flash_attn_interface.py), masks as its README says since
 2.1: told from the last key ("if seqlen_q != seqlen_k and causal=True, the causal mask is aligned to the bottom right
 corner"; with a window, query i sees keys from `i + seqlen_k - seqlen_q - left` to `i + seqlen_k - seqlen_q + right`).
-`aten` has those of torch 2.13.
+`aten_*` are those of torch 2.13, `efficient_*` its memory-efficient attention (kernel_forward.h, kernel_backward.h,
+attention.cu): a batch of one, equal heads, causal masks told from the first (1) or the last key (2), log-sum-exp
+[documents, H, rows of the longest, rounded up to 32] with infinity behind the last row, which backward relies on.
 
 Legend: T rows, H query heads, K key/value heads, D head dim.
 """
@@ -122,12 +124,116 @@ def aten_backward(
     window_size_left: int,
     window_size_right: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`aten::_flash_attention_backward`, variable lengths."""
+    """`aten::_flash_attention_backward`, variable lengths; as PyTorch, not deterministic where that mode only warns."""
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     lengths, (dropout, causal) = args[:4], args[4:6]
     masking = (scale, causal, window_size_left, window_size_right)
     _flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths, dropout, *masking, 0.0, None, False)
-    return grads
+    return _as_the_mode_says(*grads)
+
+
+def efficient_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    custom_mask_type: int,
+    compute_log_sumexp: bool,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """`aten::_efficient_attention_forward`, variable lengths: out [1, T, H, Dv], log-sum-exp as above."""
+    _check_efficient(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    assert compute_log_sumexp
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = torch.full((len(cu_seqlens_q) - 1, q.shape[2], -(-max_q // 32) * 32), torch.inf)
+    for n, (rows, cols) in enumerate(_documents(cu_seqlens_q, cu_seqlens_k)):
+        scores = _efficient_scores(q[0, rows], k[0, cols], scale, custom_mask_type)
+        lse[n, :, : rows.stop - rows.start] = scores.logsumexp(-1).float()
+        out[0, rows] = torch.einsum("hts,shd->thd", scores.softmax(-1), v[0, cols].double()).to(q.dtype)
+    nothing = torch.empty((), dtype=torch.int64)
+    return out, lse, nothing, nothing.clone(), max_q, max_k
+
+
+def efficient_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: None,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    lse: torch.Tensor,
+    dropout_p: float,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    custom_mask_type: int,
+    bias_requires_grad: bool,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`aten::_efficient_attention_backward`, variable lengths."""
+    _check_efficient(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    assert lse.shape == (len(cu_seqlens_q) - 1, q.shape[2], -(-max_q // 32) * 32)
+    assert lse.is_contiguous()
+    assert not bias_requires_grad
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for n, (rows, cols) in enumerate(_documents(cu_seqlens_q, cu_seqlens_k)):
+        count = rows.stop - rows.start
+        assert lse[n, :, count:].isposinf().all()
+        scores = _efficient_scores(q[0, rows], k[0, cols], scale, custom_mask_type)
+        p = (scores - lse[n, :, :count, None].double()).exp()
+        do, o = dout[0, rows].double(), out[0, rows].double()
+        gap = torch.einsum("thd,shd->hts", do, v[0, cols].double()) - (do * o).sum(-1).t()[..., None]
+        dscores = p * gap * scale
+        grads[0][0, rows] = torch.einsum("hts,shd->thd", dscores, k[0, cols].double()).to(q.dtype)
+        grads[1][0, cols] = torch.einsum("hts,thd->shd", dscores, q[0, rows].double()).to(q.dtype)
+        grads[2][0, cols] = torch.einsum("hts,thd->shd", p, do).to(q.dtype)
+    return *_as_the_mode_says(*grads), torch.empty(())
+
+
+def _as_the_mode_says(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With `warn_only` PyTorch says that it defaults to a non-deterministic algorithm, and takes it: dQ differs."""
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        dq = dq * (1 + torch.finfo(dq.dtype).eps * torch.randint_like(dq, -4, 5))
+    return dq, dk, dv
+
+
+def _efficient_scores(q: torch.Tensor, k: torch.Tensor, scale: float, custom_mask_type: int) -> torch.Tensor:
+    """fp64 [H, queries, keys]; -inf where not seen."""
+    assert custom_mask_type in (0, 2), "causal from the first key is not what a document's last queries see"
+    return _scores(q, k, scale, custom_mask_type == 2, -1, -1)
+
+
+def _check_efficient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_starts: torch.Tensor,
+    k_starts: torch.Tensor,
+    max_q: int,
+    max_k: int,
+) -> None:
+    assert q.shape[0] == k.shape[0] == v.shape[0] == 1
+    assert q.shape[2] == k.shape[2] == v.shape[2], "no grouped heads"
+    assert q.shape[3] == k.shape[3]
+    assert q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    assert all(x.stride(2) % 8 == 0 and x.stride(3) == 1 for x in (q, k, v))
+    assert q_starts.dtype == k_starts.dtype == torch.int32
+    assert int(q_starts[-1]) == q.shape[1]
+    assert int(k_starts[-1]) == k.shape[1] == v.shape[1]
+    assert max_q == int(q_starts.diff().max())
+    assert max_k == int(k_starts.diff().max())
 
 
 def _documents(q_starts: torch.Tensor, k_starts: torch.Tensor) -> Iterator[tuple[slice, slice]]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from raycp.attention.kernels import Kernel, kernel_for
-from raycp.attention.kernels.cuda import LIMITS, AtenFlashOp, CudaKernel, FlashAttnOp, flash_op, window
+from raycp.attention.kernels.aten import EFFICIENT_LIMITS, AtenEfficientOp, AtenFlashOp, bands, window
+from raycp.attention.kernels.aten import FLASH_LIMITS as LIMITS
+from raycp.attention.kernels.cuda import ROUTES, CudaKernel, FlashAttnOp, flash_op
 from raycp.attention.kernels.matmul import MatmulKernel
 from raycp.attention.kernels.npu import NpuOp
 from raycp.attention.kernels.reference import ReferenceKernel, visible_in
@@ -32,23 +34,40 @@ LAYOUTS = ("zigzag", "contiguous", "balanced")
 
 @pytest.fixture
 def aten_on_cpu() -> Iterator[None]:
-    """A CPU kernel under the names of PyTorch's own flash attention, which has none."""
+    """CPU kernels under the names of PyTorch's own attention for GPUs, which has none."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", documented_flash.aten_forward, "CPU")
         library.impl("_flash_attention_backward", documented_flash.aten_backward, "CPU")
+        library.impl("_efficient_attention_forward", documented_flash.efficient_forward, "CPU")
+        library.impl("_efficient_attention_backward", documented_flash.efficient_backward, "CPU")
+        yield
+
+
+@pytest.fixture
+def whole_shape_function() -> Iterator[None]:
+    """torch 2.13's own shape function of the efficient backward, which lacks the argument `out` and fails without."""
+    real = torch._meta_registrations.meta__efficient_attention_backward
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, *args: Any, scale: float) -> Any:
+        assert out.shape == dout.shape
+        return real(dout, q, k, v, bias, *args, scale=scale)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_efficient_attention_backward", backward, "Meta", allow_override=True)
         yield
 
 
 def _kernels() -> dict[str, Kernel]:
     return {
         "aten": VarlenKernel(AtenFlashOp()),
+        "efficient": VarlenKernel(AtenEfficientOp()),
         "flash_attn": VarlenKernel(FlashAttnOp(documented_flash)),
         "matmul": MatmulKernel(),
     }
 
 
 @pytest.mark.usefixtures("aten_on_cpu")
-@pytest.mark.parametrize("kernel", ["aten", "flash_attn", "matmul"])
+@pytest.mark.parametrize("kernel", ["aten", "efficient", "flash_attn", "matmul"])
 @pytest.mark.parametrize("name", list(FIVE))
 def test_every_schedule(kernel: str, name: str) -> None:
     for layout, mask in zip(LAYOUTS, MASKS, strict=True):
@@ -72,6 +91,61 @@ def test_masks_told_from_the_first_key_show() -> None:
     case = replace(PACK, **FIVE["allgather"])
     kernel = VarlenKernel(_FromTheFirstKey())
     assert max(errors(case, run_in_memory(case, kernel=kernel)).values()) > 100 * TOLERANCE
+
+
+class _OwnLse(AtenEfficientOp):
+    """Planted fault: backward with the log-sum-exp of this call alone, not with the merged one."""
+
+    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Any, scale: float) -> Any:
+        return super().backward(dout, q, k, v, out, self.forward(q, k, v, call, scale)[1], call, scale)
+
+
+@pytest.mark.usefixtures("aten_on_cpu")
+def test_a_log_sum_exp_that_is_not_merged_shows() -> None:
+    case = replace(PACK, **FIVE["ring"])
+    kernel = VarlenKernel(_OwnLse())
+    assert max(errors(case, run_in_memory(case, kernel=kernel)).values()) > 100 * TOLERANCE
+
+
+@pytest.mark.usefixtures("aten_on_cpu")
+@pytest.mark.parametrize("op", [AtenFlashOp, AtenEfficientOp])
+def test_gradients_are_the_same_bits_where_deterministic_mode_only_warns(op: Any) -> None:
+    """As ranks on accelerators run; there PyTorch's own attention takes a non-deterministic algorithm."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(40, 2, 16, generator=generator) for _ in range(4))
+    slices = (Slice(0, 40, 0, 40, MaskKind.CAUSAL),)
+    out, lse = VarlenKernel(op()).forward(q, k, v, slices, 0.25)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        first, second = (VarlenKernel(op()).backward(dout, q, k, v, out, lse, slices, 0.25) for _ in range(2))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        documented = documented_flash._as_the_mode_says(q, k, v)[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(documented, q)
+
+
+def test_an_op_that_pads_gets_short_documents_apart_from_long_ones() -> None:
+    limits = replace(EFFICIENT_LIMITS, padded=100)
+    sizes = [90, 5, 5, 5, 120, 3, 3]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    slices = tuple(Slice(e - n, e, e - n, e, MaskKind.CAUSAL) for n, e in zip(sizes, ends, strict=True))
+    calls = plan_calls(slices, limits)
+    assert [len(c.q_ends) for c in calls] == [1, 3, 1, 2]
+    assert all(len(c.q_ends) == 1 or len(c.q_ends) * c.max_q <= 100 for c in calls)
+    assert sum(c.q_ends[-1] for c in calls) == sum(sizes)
+    assert len(plan_calls(slices, replace(limits, padded=None))) == 1
+
+
+def test_bands_of_a_call_are_the_slices_again() -> None:
+    slices = (Slice(0, 5, 2, 12, MaskKind.BAND, -1, 3), Slice(5, 9, 12, 15, MaskKind.BAND, -3, 1))
+    for call in plan_calls(slices, EFFICIENT_LIMITS):
+        found = visible_in(bands(call), call.q_ends[-1], call.k_ends[-1], torch.device("cpu"))
+        rows = torch.cat([torch.arange(r.start, r.stop) for r in call.rows])
+        cols = torch.cat([torch.arange(r.start, r.stop) for r in call.cols])
+        wanted = visible_in(slices, 9, 15, torch.device("cpu"))
+        assert torch.equal(found, wanted[rows][:, cols])
 
 
 def _random_slices(rng: random.Random, num_q: int, num_k: int) -> tuple[Slice, ...]:
@@ -195,28 +269,56 @@ SLICES = (
 )
 
 
+@pytest.mark.usefixtures("whole_shape_function")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 24), (320, 64)])
 def test_shapes_by_the_real_shape_functions(dtype: torch.dtype, dim: int, value_dim: int) -> None:
     kernel = CudaKernel(AtenFlashOp())
     q, k, v, dout = _meta(dtype, dim, value_dim)
-    fused = dtype != torch.float32 and max(dim, value_dim) <= 256
-    assert isinstance(kernel.serving(q, v), VarlenKernel if fused else MatmulKernel)
+    served = kernel.serving(q, v)
+    assert isinstance(served, VarlenKernel)
+    flash = dtype != torch.float32 and max(dim, value_dim) <= 256
+    assert isinstance(served.op, AtenFlashOp if flash else AtenEfficientOp)
     out, lse = kernel.forward(q, k, v, SLICES, 0.3)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((12, 6, value_dim), torch.float32, (12, 6), torch.float32)
     grads = kernel.backward(dout, q, k, v, out.to(dtype), lse, SLICES, 0.3)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, torch.float32) for x in (q, k, v)]
 
 
-def test_a_gpu_before_ampere_gets_matrix_products() -> None:
-    q, _, v, _ = _meta(torch.float16, 64, 64)
-    assert isinstance(CudaKernel(AtenFlashOp(), ampere=False).serving(q, v), MatmulKernel)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "capability", "wanted"),
+    [
+        (torch.bfloat16, 128, (8, 0), "flash"),
+        (torch.float16, 256, (9, 0), "flash"),
+        (torch.bfloat16, 264, (9, 0), "efficient"),
+        (torch.float32, 128, (9, 0), "efficient"),
+        (torch.float32, 512, (7, 5), "efficient"),
+        (torch.float16, 128, (7, 0), "efficient"),
+        (torch.bfloat16, 128, (7, 5), "matmul"),
+        (torch.float32, 64, (3, 7), "matmul"),
+    ],
+)
+def test_what_serves_what_on_which_gpu(dtype: torch.dtype, dim: int, capability: tuple[int, int], wanted: str) -> None:
+    kernel = CudaKernel(AtenFlashOp(), capability=capability)
+    assert kernel.route(dtype, dim).name == wanted
+    q, _, v, _ = _meta(dtype, dim, 64)
+    assert isinstance(kernel.serving(q, v), MatmulKernel if wanted == "matmul" else VarlenKernel)
+
+
+def test_the_choice_is_told_with_its_reason() -> None:
+    bf16, fp32 = CudaKernel(AtenFlashOp()).explain()
+    assert bf16.startswith("bfloat16: AtenFlashOp, head dims up to 256")
+    assert fp32.startswith("float32: AtenEfficientOp, any head dim")
+    assert all(route.why for route in ROUTES)
 
 
 def test_the_arguments_that_we_pass_are_in_the_real_schemas() -> None:
     for op in (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward):
         names = {a.name for a in op.default._schema.arguments}
         assert {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size_left"} <= names
+    for op in (torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward):
+        names = {a.name for a in op.default._schema.arguments}
+        assert {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "custom_mask_type", "scale"} <= names
 
 
 def test_windows() -> None:
