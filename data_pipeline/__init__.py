@@ -16,7 +16,7 @@ Modules, in the order that data takes:
     document         Document, Pack: the value objects, and packing documents into one row
     overflow         what happens to a document that is longer than a pack
     store, store_writer, local_copy    memory-mapped documents: read, written in parts, copied to a node's own disk
-    part_worker      all of the above for one part of a source
+    part_worker, part_progress    all of the above for one part of a source; how far it is
     build            all parts, cached: `build_store`
     prepare          the same over a Ray cluster, with a progress bar; the only module here that imports ray
     packing, streams    lengths -> which documents share a pack, planned as a whole or as they come

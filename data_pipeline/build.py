@@ -22,7 +22,8 @@ from data_pipeline.encode import Tokenizer
 from data_pipeline.formats import detect_format, renamed
 from data_pipeline.overflow import Overflow, raise_overflow
 from data_pipeline.packing import permutation
-from data_pipeline.part_worker import SKIPPED, Job, PartReport, PartWorker, Progress, Recipe, combined
+from data_pipeline.part_progress import Meter, Progress
+from data_pipeline.part_worker import SKIPPED, Job, PartReport, PartWorker, Recipe, combined
 from data_pipeline.readers import Run, serially
 from data_pipeline.rows import Part, Row
 from data_pipeline.sources import Weighted, open_sources
@@ -170,15 +171,19 @@ def _build(
         jobs += [Job(index=len(jobs) + i, source=number, part=part) for i, part in enumerate(parts)]
     worker = PartWorker(folder=place, key=key, recipes=tuple(p.recipe for p in planned), tokenizer=tokenizer)
     reports = {job.index: found for job in jobs if (found := worker.report_of(job)) is not None}
-    meter = _Meter(jobs, reports, progress)
-    worker.on_rows = meter.rows if progress is not None else None
+    meter = None
+    if progress is not None:
+        sizes = {job.index: job.part.size for job in jobs}
+        meter = Meter(sizes, [(index, report.rows) for index, report in reports.items()], progress, place)
+        worker.inside = meter.inside
     missing = [job for job in jobs if job.index not in reports]
     for job in missing:  # torn, or of other bytes
         shutil.rmtree(place / job.name, ignore_errors=True)
     try:
-        for index, report in run(worker, missing):
+        for index, report in run(worker, missing, None if meter is None else meter.look):
             reports[missing[index].index] = report
-            meter.done(missing[index], report)
+            if meter is not None:
+                meter.done(missing[index].index, report.rows)
         ordered = [reports[job.index] for job in jobs]
         taken = _taken(planned, jobs, place)
         _join_skipped(place, jobs)
@@ -188,32 +193,6 @@ def _build(
     except (DataError, ModelError):  # the data will be changed: nobody comes back for these parts
         shutil.rmtree(place, ignore_errors=True)
         raise
-
-
-class _Meter:
-    """Turns batches and parts into calls of `progress`."""
-
-    def __init__(self, jobs: Sequence[Job], reports: dict[int, PartReport], progress: Progress | None) -> None:
-        self._progress = progress
-        self._total = max(1, sum(job.part.size for job in jobs))
-        self._bytes = sum(job.part.size for job in jobs if job.index in reports)
-        self._rows = sum(report.rows for report in reports.values())
-        self._inside = 0
-
-    def rows(self, count: int) -> None:
-        self._inside += count
-        self._show()
-
-    def done(self, job: Job, report: PartReport) -> None:
-        self._rows += report.rows
-        self._bytes += job.part.size
-        inside, self._inside = self._inside, 0
-        if inside != report.rows:
-            self._show()
-
-    def _show(self) -> None:
-        if self._progress is not None:
-            self._progress(self._rows + self._inside, self._bytes / self._total)
 
 
 def _taken(planned: Sequence[_Planned], jobs: Sequence[Job], place: Path) -> Int64 | None:

@@ -14,8 +14,8 @@ import io
 import json
 import lzma
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -26,16 +26,21 @@ KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".t
 """Suffixes that can be read, each also with one of `COMPRESSIONS` after it (but parquet and arrow)."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 _COLUMNAR = (".parquet", ".arrow")
+_COUNTED_BYTES = 1 << 17  # of one read that is counted
 _NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")  # of `datasets` and others
 _STAMPS = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified", "mtime", "updated", "blob_id", "oid")
 
 
 @dataclass(frozen=True)
 class File:
-    """One file of rows. `name` is its path or URL as it was said, which row ids show; `path` is absolute."""
+    """One file of rows. `name` is its path or URL as it was said, which row ids show; `path` is absolute.
+
+    `on_read` is called with the number of bytes of each read of the file as stored, to show how far a reader is.
+    """
 
     name: str
     path: str = ""
+    on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -97,13 +102,18 @@ class File:
         """The bytes as stored."""
         if not self.remote:
             with open(self.path, "rb") as stream:
-                yield stream
+                yield self._counted(stream)
             return
         with _remote_errors(self.name):
             fs, path = _file_system(self.name)
             stream = fs.open(path, "rb")
         with stream:
-            yield cast(BinaryIO, stream)
+            yield self._counted(cast(BinaryIO, stream))
+
+    def _counted(self, stream: BinaryIO) -> BinaryIO:
+        if self.on_read is None:
+            return stream
+        return io.BufferedReader(_Readable(stream, self.on_read), _COUNTED_BYTES)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:
@@ -243,15 +253,26 @@ def _decompressed(raw: BinaryIO, compression: str) -> Iterator[BinaryIO]:
 
 
 class _Readable(io.RawIOBase):
-    """An Arrow input stream as a Python one, so that lines can be read from it."""
+    """Any stream as a raw Python one, from which lines can be read; counts what is read."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, on_read: Callable[[int], None] | None = None) -> None:
+        self._stream, self._on_read = stream, on_read
 
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return bool(self._stream.seekable())
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return int(self._stream.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
     def readinto(self, buffer: Any) -> int:
         piece = self._stream.read(len(buffer))
         buffer[: len(piece)] = piece
+        if self._on_read is not None:
+            self._on_read(len(piece))
         return len(piece)

@@ -8,8 +8,8 @@ Cost: rendering and tokenizing; travels to other processes as a pickle of the to
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from data_pipeline.encode import Tokenizer
 from data_pipeline.examples import Conversation, Example, num_characters
 from data_pipeline.formats import Parser, parser_of
 from data_pipeline.overflow import Overflow, OverflowReport
+from data_pipeline.part_progress import Inside, ProgressFile
 from data_pipeline.readers import read_part
 from data_pipeline.render import Renderer
 from data_pipeline.rows import BadRow, Part, Row, raise_bad
@@ -29,9 +30,6 @@ SKIPPED = "skipped.jsonl"
 _BATCH_ROWS = 256
 _BATCH_CHARACTERS = 1 << 20
 _SHOWN = 500  # characters of an error in the file of skipped rows
-
-Progress = Callable[[int, float], None]
-"""Takes the number of rows done and the share of all bytes, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +107,17 @@ class PartWorker:
         key: of the store.
         recipes: by source.
         tokenizer: a fast one.
-        on_rows: called with the number of rows of each batch; stays in the process that set it.
+        inside: called after each batch; stays in the process that set it. Another writes a `ProgressFile`.
     """
 
     folder: Path
     key: str
     recipes: tuple[Recipe, ...]
     tokenizer: Tokenizer
-    on_rows: Callable[[int], None] | None = None
+    inside: Inside | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_rows": None}
+        return {**self.__dict__, "inside": None}
 
     def report_of(self, job: Job) -> PartReport | None:
         """The report of a part that is written already, or None."""
@@ -139,7 +137,14 @@ class PartWorker:
         recipe = self.recipes[job.source]
         renderer, overflow = recipe.renderer(self.tokenizer), Overflow(recipe.seq_length, recipe.overflow)
         report = PartReport(index=job.index, source=job.source)
-        with StoreWriter(self.folder / job.name) as writer:
+        bytes_read = 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal bytes_read
+            bytes_read += num_bytes
+
+        part = replace(job.part, file=replace(job.part.file, on_read=count))
+        with StoreWriter(self.folder / job.name) as writer, ProgressFile(writer.aside) as told:
             skipped = (writer.aside / SKIPPED).open("w", encoding="utf-8")
 
             def note(error: DataError) -> None:
@@ -156,13 +161,13 @@ class PartWorker:
             skip = recipe.on_bad_row == "skip"
             bad: BadRow = note if skip else raise_bad
             with skipped:
-                rows = read_part(job.part, note_unread if skip else raise_bad)
+                rows = read_part(part, note_unread if skip else raise_bad)
                 for batch in _batches(rows, recipe.parser(), bad, report):
                     for document in renderer.render_batch(batch, bad):
                         for kept in overflow.apply(document):
                             writer.append(kept)
-                    if self.on_rows is not None:
-                        self.on_rows(len(batch))
+                    (self.inside or told)(job.index, report.rows, min(bytes_read, part.size))
+            told.close()
             report.rows_cut, report.mask = renderer.rows_cut, renderer.mask_source()
             report.overflow = asdict(overflow.report)
             writer.commit_part(key=self.key, report={"key": job.key(self.key), "part": asdict(report)})

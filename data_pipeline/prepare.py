@@ -3,8 +3,8 @@
 Guarantees: documents and their order are those of `build_store` in one process; a part is made on a node that sees both
 the data and the folder, found out by looking, so data that only this machine has are prepared on this machine; a node
 that is lost costs the parts that it was making; a killed call goes on with the parts that are missing. One bar shows
-rows and the share of all bytes. Costs nothing for small data: below `LOCAL_PARTS` missing parts no cluster is asked
-for.
+rows and the share of all bytes, and moves while parts are being made. Costs nothing for small data: below `LOCAL_BYTES`
+no cluster is asked for.
 """
 
 import os
@@ -24,7 +24,8 @@ from tqdm import tqdm
 from data_pipeline.build import build_store
 from data_pipeline.encode import Tokenizer
 from data_pipeline.files import File
-from data_pipeline.part_worker import Job, Progress
+from data_pipeline.part_progress import Progress
+from data_pipeline.part_worker import Job
 from data_pipeline.readers import serially
 from data_pipeline.store import DocumentStore
 from raycp.config import DataConfig
@@ -33,6 +34,7 @@ from raycp.errors import ClusterError
 LOCAL_BYTES = 128 << 20
 """Up to so much is read in this process, whose tokenizer has threads of its own."""
 _ATTEMPTS = 3
+_LOOK_SECONDS = 2.0
 _ONE_THREAD = {"env_vars": {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}}
 
 
@@ -61,13 +63,15 @@ def prepare(
     """
     root = Path(folder).absolute()
 
-    def run(function: Callable[[Any], Any], items: list[Any]) -> Iterator[tuple[int, Any]]:
+    def run(
+        function: Callable[[Any], Any], items: list[Any], meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[tuple[int, Any]]:
         much = len(items) > 1 and sum(map(_bytes_of, items)) > local_bytes
         if much and connect is not None:
             connect()
         if not much or not ray.is_initialized():
             return serially(function, items)
-        return Tasks(root, {file.path for file in map(_file_of, items) if not file.remote})(function, items)
+        return Tasks(root, {file.path for file in map(_file_of, items) if not file.remote})(function, items, meanwhile)
 
     return build_store(data, tokenizer, seq_length=seq_length, config=config, folder=root, progress=progress, run=run)
 
@@ -83,8 +87,10 @@ class Tasks:
     def __init__(self, folder: Path, files: Collection[str] = ()) -> None:
         self._folder, self._files = folder, sorted(files)
 
-    def __call__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Yields (index, result) as they come.
+    def __call__(
+        self, function: Callable[[Any], Any], items: Sequence[Any], meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields (index, result) as they come; calls `meanwhile` when none came for `_LOOK_SECONDS`.
 
         Raises:
             ClusterError: see `prepare`; what the function raises is raised as it is.
@@ -104,7 +110,11 @@ class Tasks:
                     options: Any = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
                     task = ray.remote(_call).options(num_cpus=1, max_retries=0, runtime_env=_ONE_THREAD, **options)
                     running[task.remote(shared, items[index])] = (index, attempt, node)
-                done, _ = ray.wait(list(running), num_returns=1)
+                done, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_SECONDS)
+                if not done:
+                    if meanwhile is not None:
+                        meanwhile()
+                    continue
                 index, attempt, node = running.pop(done[0])
                 free[node] += 1
                 try:

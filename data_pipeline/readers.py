@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from data_pipeline.files import File
 from data_pipeline.json_rows import read_json
@@ -43,11 +43,19 @@ _MOST_PARTS = 512
 _BLOCK = 1 << 20
 _SETTLED = 2.0  # seconds after which a change of a file shows in its time
 
-Run = Callable[[Callable[[Any], Any], list[Any]], Iterable[tuple[int, Any]]]
-"""Calls a function on items, somewhere, and gives (index, result) as they come."""
+
+class Run(Protocol):
+    """Calls a function on items, somewhere."""
+
+    def __call__(
+        self, function: Callable[[Any], Any], items: list[Any], meanwhile: Callable[[], None] | None = None
+    ) -> Iterable[tuple[int, Any]]:
+        """Gives (index, result) as they come; calls `meanwhile` every few seconds where they are made elsewhere."""
 
 
-def serially(function: Callable[[Any], Any], items: list[Any]) -> Iterator[tuple[int, Any]]:
+def serially(
+    function: Callable[[Any], Any], items: list[Any], meanwhile: Callable[[], None] | None = None
+) -> Iterator[tuple[int, Any]]:
     """One after the other, in this process."""
     for index, item in enumerate(items):
         yield index, function(item)

@@ -37,7 +37,7 @@ class Part:
         file: where it is.
         start, stop: in that unit; `stop` None: to the end.
         first: number of its first row (or line), from 1.
-        size: bytes, for sharing out work.
+        size: bytes as stored, for sharing out work and for showing how far it is.
         label: what row ids begin with, instead of the file's name.
         file_size: bytes that the whole file must have; another size is another file.
         whole: the part is all of the file.

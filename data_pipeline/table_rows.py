@@ -20,7 +20,7 @@ def read_parquet(part: Part, bad: BadRow) -> Numbered:
 
     number = part.first
     try:
-        with part.file.open_raw() as raw, pq.ParquetFile(raw) as parquet:
+        with part.file.open_raw() as raw, pq.ParquetFile(raw, pre_buffer=False) as parquet:  # else it holds all groups
             check_names(part.file, 1, list(parquet.schema_arrow.names))
             groups = range(part.start, parquet.num_row_groups if part.stop is None else part.stop)
             for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups):
@@ -63,7 +63,7 @@ def _arrow_batches(raw: BinaryIO, part: Part) -> Iterator[Any]:
 
 
 def parquet_parts(file: File, part_bytes: int) -> list[tuple[int, int | None, int, int]]:
-    """(first row group, end, number of the first row, bytes) of parts of at least `part_bytes`.
+    """(first row group, end, number of the first row, bytes as stored) of parts that hold at least `part_bytes`.
 
     Raises:
         DataError: no parquet file.
@@ -74,7 +74,10 @@ def parquet_parts(file: File, part_bytes: int) -> list[tuple[int, int | None, in
     try:
         with pq.ParquetFile(file.path) as parquet:
             groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-            return _grouped([(g.num_rows, g.total_byte_size) for g in groups], part_bytes)
+            stored = [sum(g.column(c).total_compressed_size for c in range(g.num_columns)) for g in groups]
+            return _grouped(
+                [(g.num_rows, g.total_byte_size, n) for g, n in zip(groups, stored, strict=True)], part_bytes
+            )
     except (pa.ArrowInvalid, OSError) as error:
         raise broken(file, 1, f"not readable as parquet: {error}", "write the file again") from error
 
@@ -93,18 +96,18 @@ def arrow_parts(file: File, part_bytes: int) -> list[tuple[int, int | None, int,
                 return [(0, None, 1, raw.size())]
             reader = pa.ipc.open_file(raw)
             batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-            return _grouped([(b.num_rows, b.nbytes) for b in batches], part_bytes)
+            return _grouped([(b.num_rows, b.nbytes, b.nbytes) for b in batches], part_bytes)
     except (pa.ArrowInvalid, OSError) as error:
         raise broken(file, 1, f"not readable as arrow: {error}", "write the file again") from error
 
 
-def _grouped(sizes: list[tuple[int, int]], part_bytes: int) -> list[tuple[int, int | None, int, int]]:
-    """Consecutive (rows, bytes) put together to parts."""
+def _grouped(sizes: list[tuple[int, int, int]], part_bytes: int) -> list[tuple[int, int | None, int, int]]:
+    """Consecutive (rows, bytes, bytes as stored) put together to parts, which say the latter."""
     parts: list[tuple[int, int | None, int, int]] = []
-    start, first, rows, size = 0, 1, 0, 0
-    for index, (num_rows, num_bytes) in enumerate(sizes, 1):
-        rows, size = rows + num_rows, size + num_bytes
+    start, first, rows, size, stored = 0, 1, 0, 0, 0
+    for index, (num_rows, num_bytes, num_stored) in enumerate(sizes, 1):
+        rows, size, stored = rows + num_rows, size + num_bytes, stored + num_stored
         if size >= part_bytes or index == len(sizes):
-            parts.append((start, index, first, size))
-            start, first, rows, size = index, first + rows, 0, 0
+            parts.append((start, index, first, stored))
+            start, first, rows, size, stored = index, first + rows, 0, 0, 0
     return parts or [(0, 0, 1, 0)]

@@ -334,7 +334,7 @@ def test_parts_do_not_show(tmp_path, many, request):
 
 
 def test_parts_made_in_any_order_are_the_same(tmp_path, many, small_parts):
-    def backwards(function, items):
+    def backwards(function, items, meanwhile=None):
         for index in reversed(range(len(items))):
             yield index, function(items[index])
 
@@ -348,7 +348,7 @@ def test_parts_made_in_any_order_are_the_same(tmp_path, many, small_parts):
 def test_a_preparation_that_was_killed_goes_on_with_the_parts_that_are_missing(tmp_path, many, small_parts, stop):
     done: list[str] = []
 
-    def killed(function, items):
+    def killed(function, items, meanwhile=None):
         for index, item in enumerate(items):
             if hasattr(item, "name") and item.name.startswith("part-"):
                 if len(done) == stop:
@@ -368,7 +368,7 @@ def test_a_preparation_that_was_killed_goes_on_with_the_parts_that_are_missing(t
     (torn / "ids.bin").write_bytes(b"")
     made: list[str] = []
 
-    def counted(function, items):
+    def counted(function, items, meanwhile=None):
         for index, item in enumerate(items):
             made.append(getattr(item, "name", ""))
             yield index, function(item)

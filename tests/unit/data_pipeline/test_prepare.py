@@ -71,11 +71,30 @@ def test_tasks_make_the_same_store(cluster, small_parts, rows, tmp_path):
     parts = len(list(over_ray.folder.glob("part-*")))
     assert parts >= 5
     assert [n for n, _ in shown] == sorted(n for n, _ in shown)
-    assert len(shown) == parts
+    assert [share for _, share in shown] == sorted(share for _, share in shown)
     assert shown[-1] == (800, 1.0)
     began = time.perf_counter()
     assert prepare(str(rows), make_tokenizer(), **settings(tmp_path / "a"), local_bytes=0).key == here.key
     assert time.perf_counter() - began < 2
+
+
+def test_the_bar_moves_inside_a_part_that_a_task_makes(cluster, monkeypatch, tmp_path):
+    monkeypatch.setattr("data_pipeline.prepare._LOOK_SECONDS", 0.2)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": f"row {i} " + "one two three " * 40}) + "\n" for i in range(40_000)))
+    shown: list[tuple[int, float]] = []
+    with monkeypatch.context() as more:
+        more.setattr("data_pipeline.readers.PART_BYTES", data.stat().st_size // 2)
+        store = prepare(
+            str(data), make_tokenizer(), **settings(tmp_path / "a"), local_bytes=0, progress=lambda *a: shown.append(a)
+        )
+    assert len(list(store.folder.glob("part-*"))) == 2
+    assert len(shown) > 4, "two parts, and a few looks at each"
+    assert [n for n, _ in shown] == sorted(n for n, _ in shown)
+    assert [share for _, share in shown] == sorted(share for _, share in shown)
+    assert 0 < shown[0][1] < 0.5
+    assert shown[-1] == (40_000, 1.0)
+    assert not list(store.folder.rglob("progress")), "what said how far a part was is no part of it"
 
 
 def test_small_data_asks_for_no_cluster(rows, tmp_path):
@@ -132,7 +151,7 @@ def test_a_preparation_killed_by_signal_nine_goes_on(rows, small_parts, tmp_path
         from data_pipeline import build_store
         from raycp.config import DataConfig
         from tests.unit.data_pipeline.tiny_tokenizers import make_tokenizer
-        def slowly(function, items):
+        def slowly(function, items, meanwhile=None):
             for index, item in enumerate(items):
                 yield index, function(item)
                 time.sleep(0.3)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_pipeline.files import File, find_files
-from data_pipeline.readers import look_at, look_at_all, read_rows
+from data_pipeline.readers import look_at, look_at_all, read_part, read_rows
 from data_pipeline.rows import Part, raise_bad
 from raycp.errors import DataError
 
@@ -364,3 +364,14 @@ def test_a_file_behind_http(tmp_path):
         assert read(file) == list(enumerate(ROWS, 1))
         assert look_at(file, 1 << 20).digest == look_at(File(str(tmp_path / "a.jsonl")), 1 << 20).digest
         server.shutdown()
+
+
+def test_a_parquet_file_is_not_read_as_a_whole_for_its_first_row(tmp_path):
+    path = tmp_path / "rows.parquet"
+    words = [{"text": os.urandom(500).hex()} for _ in range(2000)]
+    pq.write_table(pa.Table.from_pylist(words), path, row_group_size=200)
+    read: list[int] = []
+    rows = read_part(Part(file=File(str(path), on_read=read.append), whole=True))
+    next(rows)
+    assert sum(read) < path.stat().st_size / 2, "two row groups of ten, and the footer"
+    assert sum(1 for _ in rows) == 1999
