@@ -8,6 +8,7 @@
 * storage: what a file system that fails means, in words.
 * progress: counters that move from inside the step.
 * step: one optimizer step, or one evaluation, as a function of (state, pack ids).
+* plain: torch without torch_npu, in a process that has no NPU.
 * actor: TrainWorker, the thin shell that Ray calls.
 
 State in memory:

@@ -8,6 +8,9 @@ ends itself, so that no trainer outlives its node's place in the cluster. Costs 
 one thread that looks at its parent twice a second.
 """
 
+import workers.plain  # noqa: F401  # first: it says with which modules torch is imported
+
+# isort: split
 import dataclasses
 import gc
 import os

@@ -9,6 +9,7 @@ A device that was named and is not there is an error that says what each node ha
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,6 +176,10 @@ def torch_device(spec: DeviceSpec, index: int = 0) -> "torch.device":
     if not spec.is_accelerator:
         return torch.device("cpu")
     if spec.name == "npu":
+        if (
+            sys.modules.get("torch_npu", torch) is None
+        ):  # a machine without NPUs (`raycp.plain_torch`): say why it fails
+            del sys.modules["torch_npu"]
         try:
             importlib.import_module("torch_npu")  # registers torch.npu
         except (ImportError, OSError, RuntimeError) as error:

@@ -45,3 +45,47 @@ def test_the_driver_neither_fails_nor_loads_torch_npu(environ: dict[str, str]) -
 def test_what_the_user_set_is_left_alone(environ: dict[str, str]) -> None:
     done = _run("import raycp; raycp.fit", environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"})
     assert "Failed to load the backend extension" in done.stderr
+
+
+def test_a_user_who_wants_no_backend_has_none_of_transformers_either(environ: dict[str, str]) -> None:
+    done = _run("import raycp; raycp.fit", environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_is_imported_there(environ: dict[str, str]) -> None:
+    done = _run("import workers.actor, sys; print(sys.modules['torch_npu'])", environ)
+    assert done.stdout.split() == ["None"], done.stderr
+
+
+def test_without_our_first_import_a_rank_is_not(environ: dict[str, str]) -> None:
+    done = _run(
+        "import sys, types; sys.modules['workers.plain'] = types.ModuleType('none'); import workers.actor", environ
+    )
+    assert "Failed to load the backend extension" in done.stderr
+
+
+@pytest.mark.parametrize(("npu", "davinci", "blocked"), [(True, True, False), (False, True, True), (True, False, True)])
+def test_who_may_load_torch_npu(
+    environ: dict[str, str], tmp_path: Path, npu: bool, davinci: bool, blocked: bool
+) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    (devices / "davinci_manager").touch()
+    if davinci:
+        (devices / "davinci0").touch()
+    code = (
+        "import os, pathlib, sys; from raycp.plain_torch import import_torch; "
+        f"import_torch(npu={npu}, devices=pathlib.Path({str(devices)!r})); import torch; "
+        "print('torch_npu' in sys.modules, os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
+    )
+    done = _run(code, environ)
+    assert done.stdout.split() == [str(blocked), "None"], done.stderr
+
+
+def test_a_rank_with_an_npu_is_told_why_torch_npu_does_not_load(environ: dict[str, str]) -> None:
+    code = (
+        "import workers.actor; from raycp.training.device import resolve_device, torch_device; "
+        "torch_device(resolve_device('npu', [('here', {'NPU': 1.0})]))"
+    )
+    done = _run(code, environ)
+    assert "torch_npu does not load: libhccl.so: no such file" in done.stderr
