@@ -124,9 +124,10 @@ def release(version: str) -> str:
 
 
 def _devices(report: Report, devices: Path) -> dict[str, int]:
-    names = [p.name for p in devices.iterdir()] if devices.is_dir() else []
-    patterns = {"npu": r"davinci\d+", "cuda": r"nvidia\d+"}
-    counts = {name: sum(re.fullmatch(p, n) is not None for n in names) for name, p in patterns.items()}
+    from raycp.training.device import local_accelerators
+
+    found = local_accelerators(devices, {})
+    counts = {"npu": found["NPU"], "cuda": found["GPU"]}
     report.add("device files", f"{counts['npu']} NPU (davinci*), {counts['cuda']} GPU (nvidia*)")
     return counts
 

@@ -5,14 +5,15 @@ them at once. Imports neither torch nor ray.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from raycp.config import FitConfig
 from raycp.errors import PlanError, Problem
 from raycp.plan import CostModel, GridChoice, RankGrid, choose_grid, ring_warning
 from raycp.plan.resize import WorldLimits
+from raycp.training.device import local_accelerators
 
 _SAVED_PER_LAYER_HIDDEN = 10
 _SAVED_PER_LAYER_INNER = 4
@@ -261,13 +262,4 @@ def needs_checkpointing(config: FitConfig, model: Any, *, itemsize: int, acceler
 
 def local_resources() -> dict[str, float]:
     """What a Ray that is started on this machine will offer: CPUs, and accelerators by their device files."""
-    import os
-    import re
-
-    devices = Path("/dev")
-    names = [p.name for p in devices.iterdir()] if devices.is_dir() else []
-    return {
-        "CPU": float(os.cpu_count() or 1),
-        "GPU": float(sum(re.fullmatch(r"nvidia\d+", n) is not None for n in names)),
-        "NPU": float(sum(re.fullmatch(r"davinci\d+", n) is not None for n in names)),
-    }
+    return {"CPU": float(os.cpu_count() or 1), **{k: float(n) for k, n in local_accelerators().items()}}

@@ -21,6 +21,7 @@ from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader
 
 from raycp.errors import ClusterError, Problem
+from raycp.training.device import local_accelerators
 
 PACKAGES = ("raycp", "workers", "data_pipeline")
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its entry point
@@ -105,6 +106,7 @@ def connect(*, workers: int | None) -> ClusterHandle:
             ray.init(
                 address="local",
                 num_cpus=cpus,
+                resources=_accelerators(),
                 include_dashboard=False,
                 _node_ip_address=_LOOPBACK,
                 _system_config=_health_settings(),
@@ -222,6 +224,12 @@ def resolve_output_dir(
             )
         ]
     return path.resolve(), []
+
+
+def _accelerators() -> dict[str, float]:
+    """What Ray may not find by itself: NPUs, where CANN's `acl` module is not there to count them."""
+    npus = local_accelerators()["NPU"]
+    return {"NPU": float(npus)} if npus else {}
 
 
 def _health_settings(environ: Mapping[str, str] = os.environ) -> dict[str, int]:

@@ -9,6 +9,7 @@ A device that was named and is not there is an error that says what each node ha
 import contextlib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,6 +127,21 @@ def resolve_device(
 
 def _total(nodes: Sequence[tuple[str, Mapping[str, float]]], resource: str) -> float:
     return sum(resources.get(resource, 0.0) for _, resources in nodes)
+
+
+def local_accelerators(devices: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """{"NPU": how many, "GPU": how many} of this machine, by their device files; of NPUs those that the variable for
+    visible ones leaves.
+
+    Ray counts NPUs with CANN's `acl` module, or by device files, of one digit in older versions: it is told this number
+    where raycp starts it.
+    """
+    names = [p.name for p in devices.iterdir()] if devices.is_dir() else []
+    npus, gpus = (sum(re.fullmatch(part, n) is not None for n in names) for part in (r"davinci\d+", r"nvidia\d+"))
+    visible = environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if visible is not None:  # also empty: none
+        npus = min(npus, sum(part.strip().isdigit() for part in visible.split(",")))
+    return {"NPU": npus, "GPU": gpus}
 
 
 def local_index(spec: DeviceSpec, assigned: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:

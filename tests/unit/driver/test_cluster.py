@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raycp.driver import cluster
 from raycp.driver.cluster import connect, in_ray_job, resolve_output_dir, will_use_existing_cluster
 from raycp.errors import ClusterError
 
@@ -82,3 +83,20 @@ def test_a_local_ray_that_cannot_start_says_what_to_change(monkeypatch: pytest.M
     with pytest.raises(ClusterError, match="AF_UNIX path length") as caught:
         connect(workers=1)
     assert "RAY_TMPDIR" in caught.value.fix
+
+
+@pytest.mark.parametrize("npus", [0, 12])
+def test_a_local_ray_is_told_of_the_npus_that_it_may_not_find(npus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CANN's `acl` module, on a node of more than ten, Ray counted ten or none."""
+    told: dict[str, Any] = {}
+
+    def init(**settings: Any) -> None:
+        told.update(settings)
+        raise RuntimeError("enough")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "local_accelerators", lambda: {"NPU": npus, "GPU": 1})
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with pytest.raises(ClusterError, match="enough"):
+        connect(workers=1)
+    assert told["resources"] == ({"NPU": 12.0} if npus else {})

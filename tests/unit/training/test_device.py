@@ -13,6 +13,7 @@ from raycp.training.device import (
     compute_dtype,
     device_memory,
     host_memory,
+    local_accelerators,
     local_index,
     peak_flops,
     resolve_device,
@@ -60,6 +61,17 @@ def test_cpu_ranks_counted_by_another_resource():
     assert local_index(spec, ["7"], {}) == 0
     with pytest.raises(ClusterError, match="takes one NPU a rank"):
         resolve_device("cpu", one({"CPU": 4}), resource="NPU")
+
+
+@pytest.mark.parametrize(
+    ("visible", "want"), [(None, 12), ("4,5,6,7", 4), ("", 0), ("NoDevFiles", 0), (",".join(map(str, range(16))), 12)]
+)
+def test_npus_of_a_machine_are_counted_without_acl(tmp_path, visible, want):
+    for name in [*(f"davinci{i}" for i in range(12)), "davinci_manager", "nvidia0", "nvidiactl", "null"]:
+        (tmp_path / name).touch()
+    environ = {} if visible is None else {"ASCEND_RT_VISIBLE_DEVICES": visible}
+    assert local_accelerators(tmp_path, environ) == {"NPU": want, "GPU": 1}
+    assert local_accelerators(tmp_path / "none", environ) == {"NPU": 0, "GPU": 0}
 
 
 NPU = resolve_device("npu", one({"NPU": 8}))
