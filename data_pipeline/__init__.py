@@ -5,7 +5,8 @@ Guarantees: importing this package loads neither torch, ray, transformers nor da
 Modules, in the order that data takes:
     files            files, folders, globs and URLs; compression
     rows             Row, Part; decoding that says where something is wrong
-    text_rows, json_rows, table_rows, readers    rows of each kind of file; a file's fingerprint and parts
+    text_rows, json_rows, table_rows, megatron_files, megatron_rows    rows of each kind of file
+    readers          all of them; a file's fingerprint and parts
     spools           data sets and iterables, written aside so that they can be read in parts
     sources          files, hub names, data sets and iterables -> rows with stable ids; several with weights
     examples, formats, chat_formats, token_formats    row -> conversation, prompt + completion, text or token ids

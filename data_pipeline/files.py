@@ -20,12 +20,13 @@ from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
+from data_pipeline.megatron_files import INDEX, find_index, stored_with, without_beside
 from raycp.errors import DataError
 
-KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-"""Suffixes that can be read, each also with one of `COMPRESSIONS` after it (but parquet and arrow)."""
+KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".idx")
+"""Suffixes that can be read, each also with one of `COMPRESSIONS` after it (but parquet, arrow and idx)."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-_COLUMNAR = (".parquet", ".arrow")
+_COLUMNAR = (".parquet", ".arrow", ".idx")
 _COUNTED_BYTES = 1 << 17  # of one read that is counted
 _NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")  # of `datasets` and others
 _STAMPS = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified", "mtime", "updated", "blob_id", "oid")
@@ -74,28 +75,38 @@ class File:
                 fix=f"use one of {', '.join(KINDS)}, or load it with `datasets` and pass the Dataset",
                 file=self.name,
             )
+        if self.remote and self.kind == INDEX:
+            raise DataError(
+                f"{self.name}: Megatron's data are read from a mounted disk only",
+                fix="copy the .idx and .bin files to a disk that every node sees",
+                file=self.name,
+            )
         if self.size() == 0:
             raise self.empty()
 
     def size(self) -> int:
         """Bytes, as stored; -1 where the file system does not say."""
         if not self.remote:
-            return os.stat(self.path).st_size
+            return sum(os.stat(path).st_size for path in self.stored())
         found = _info(self.name).get("size")
         return -1 if found is None else int(found)
 
     def stamp(self) -> str | None:
         """What changes when the file does, without reading it; None where there is nothing to trust."""
         if not self.remote:
-            stat = os.stat(self.path)
-            return f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+            stats = [os.stat(path) for path in self.stored()]
+            return " ".join(f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}" for stat in stats)
         info = _info(self.name)
         found = {key: str(info[key]) for key in _STAMPS if info.get(key)}
         return json.dumps([info.get("size"), found], sort_keys=True) if found else None
 
     def changed_at(self) -> float | None:
         """Seconds since the epoch of the last change of a local file."""
-        return None if self.remote else os.stat(self.path).st_mtime
+        return None if self.remote else max(os.stat(path).st_mtime for path in self.stored())
+
+    def stored(self) -> list[str]:
+        """Paths of all that belongs to it: more than one for Megatron's data."""
+        return stored_with(self.path) if self.kind == INDEX else [self.path]
 
     @contextlib.contextmanager
     def open_raw(self) -> Iterator[BinaryIO]:
@@ -152,10 +163,13 @@ def find_files(name: str) -> list[File]:
 
 def _find_local(name: str) -> list[File]:
     path = Path(name).expanduser()
+    index = find_index(path)
+    if index is not None:
+        return [File(str(index))]
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
             return _split_of_dict(path)
-        found = sorted(p for p in path.rglob("*") if _holds_rows(p, path))
+        found = without_beside(sorted(p for p in path.rglob("*") if _holds_rows(p, path)))
         if not found:
             raise DataError(f"folder {path} holds no {', '.join(KINDS)} file", fix="point data at another folder")
         return [File(str(p)) for p in found]
@@ -165,7 +179,7 @@ def _find_local(name: str) -> list[File]:
         names = sorted(p for p in glob.glob(os.path.expanduser(name), recursive=True) if os.path.isfile(p))
         if not names:
             raise DataError(f"the pattern {name!r} matches no file", fix="check the pattern, and quote it in a shell")
-        return [File(str(Path(p))) for p in names]
+        return [File(str(p)) for p in without_beside([Path(p) for p in names])]
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, n=3)
     hint = f"did you mean {', '.join(near)}? " if near else ""

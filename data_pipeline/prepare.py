@@ -71,7 +71,9 @@ def prepare(
             connect()
         if not much or not ray.is_initialized():
             return serially(function, items)
-        return Tasks(root, {file.path for file in map(_file_of, items) if not file.remote})(function, items, meanwhile)
+        return Tasks(root, {path for file in map(_file_of, items) if not file.remote for path in file.stored()})(
+            function, items, meanwhile
+        )
 
     return build_store(data, tokenizer, seq_length=seq_length, config=config, folder=root, progress=progress, run=run)
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from data_pipeline.files import File
 from data_pipeline.json_rows import read_json
+from data_pipeline.megatron_rows import megatron_parts, read_megatron
 from data_pipeline.rows import BadRow, Numbered, Part, Row, raise_bad
 from data_pipeline.table_rows import arrow_parts, parquet_parts, read_arrow, read_parquet
 from data_pipeline.text_rows import read_csv, read_jsonl, read_txt
@@ -35,6 +36,7 @@ READERS: dict[str, Callable[[Part, BadRow], Numbered]] = {
     ".parquet": read_parquet,
     ".arrow": read_arrow,
     ".txt": read_txt,
+    ".idx": read_megatron,
 }
 """Suffix -> reader."""
 PART_BYTES = 32 << 20
@@ -113,21 +115,22 @@ def look_at(file: File, part_bytes: int) -> Look:
     cuts: list[tuple[int, int | None, int, int]] = []
     start, line = 0, 1
     divide = file.kind in (".jsonl", ".ndjson") and not file.compression
-    with file.open_raw() as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-            if divide and size + len(block) - start >= part_bytes and (end := block.rfind(b"\n") + 1):
-                line += block.count(b"\n", 0, end)
-                cuts.append((start, size + end, first, size + end - start))
-                start, first = size + end, line
-                line += block.count(b"\n", end)
-            elif divide:
-                line += block.count(b"\n")
-            size += len(block)
+    for path in file.stored():
+        with (file if path == file.path else File(path)).open_raw() as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+                if divide and size + len(block) - start >= part_bytes and (end := block.rfind(b"\n") + 1):
+                    line += block.count(b"\n", 0, end)
+                    cuts.append((start, size + end, first, size + end - start))
+                    start, first = size + end, line
+                    line += block.count(b"\n", end)
+                elif divide:
+                    line += block.count(b"\n")
+                size += len(block)
     if size > start or not cuts:
         cuts.append((start, size if divide else None, first, size - start))
     if not file.remote:
-        divided = {".parquet": parquet_parts, ".arrow": arrow_parts}.get(file.kind)
+        divided = {".parquet": parquet_parts, ".arrow": arrow_parts, ".idx": megatron_parts}.get(file.kind)
         cuts = divided(file, part_bytes) if divided else cuts
     return Look(digest=digest.hexdigest(), size=size, cuts=tuple(cuts))
 

@@ -2,11 +2,13 @@
 
 Guarantees: nothing is added to the ids, no BOS and no EOS. `labels` follow Hugging Face's convention (one per id, not
 shifted, -100 where untrained) and must be the ids themselves elsewhere; without them every token is trained. Documents
-of a packed row are separated by `seq_lengths`, or after every `eod_token_id`; where both are given they must agree.
-Rows that look packed (position ids that start again, an attention mask of several numbers) and say no boundaries are
-refused, since their documents would see each other.
+of a packed row are separated by `seq_lengths`, by an attention mask that numbers them (1 1 2 2 0, as --neat-pack of
+MindSpeed-LLM and LLaMA-Factory writes it), or after every `eod_token_id`; lengths must agree with what else is given.
+Rows that look packed (position ids that start again) and say no boundaries are refused, since their documents would
+see each other.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -47,11 +49,18 @@ def parse_tokens(row: Row, eod_token_id: int | None, vocabulary: int) -> TokenRo
     trained, weights = _trained(row, ids), _weights(row, ids)
     ends = _boundaries(row, ids, eod_token_id)
     _refuse_hidden_packing(row, ids, ends)
-    starts = [0, *ends[:-1]]
+
+    def is_padding(start: int, end: int) -> bool:
+        if eod_token_id is None or len(ends) == 1:
+            return False
+        if end - start == 1:
+            return bool(ids[start] == eod_token_id)
+        return end == ids.size and not trained[start:].any() and bool((ids[start:] == ids[start]).all())
+
     documents = [
         Tokens(ids[a:b], trained[a:b], None if weights is None else weights[a:b])
-        for a, b in zip(starts, ends, strict=True)
-        if not (eod_token_id is not None and b - a == 1 and len(ends) > 1 and ids[a] == eod_token_id)  # padding
+        for a, b in itertools.pairwise([0, *ends])
+        if not is_padding(a, b)
     ]
     if not documents:
         raise bad(row, "input_ids", "is padding only", "remove the row: it trains nothing")
@@ -114,14 +123,15 @@ def _weights(row: Row, ids: Ints) -> npt.NDArray[np.float32] | None:
 
 def _boundaries(row: Row, ids: Ints, eod_token_id: int | None) -> list[int]:
     """Ends of the documents of a row; the last may be before its end, where padding follows."""
+    by_mask, real = _by_mask(row), _real_tokens(row, ids)
     by_eod: list[int] | None = None
     if eod_token_id is not None:
-        by_eod = (np.flatnonzero(ids == eod_token_id) + 1).tolist()
-        if not by_eod or by_eod[-1] != ids.size:
-            by_eod.append(ids.size)
+        by_eod = (np.flatnonzero(ids[:real] == eod_token_id) + 1).tolist()
+        if not by_eod or by_eod[-1] != real:
+            by_eod.append(real)
     name = next((n for n in _LENGTHS if row.data.get(n) is not None), None)
     if name is None:
-        return by_eod or [_real_tokens(row, ids)]
+        return by_mask or by_eod or [real]  # a document that was cut has a number, and no EOD
     lengths = _ints(row, name, row.data[name])
     lengths = lengths[lengths != 0]
     ends: list[int] = np.cumsum(lengths).tolist()
@@ -132,6 +142,16 @@ def _boundaries(row: Row, ids: Ints, eod_token_id: int | None) -> list[int]:
             f"sums to {ends[-1] if ends else 0}, input_ids has {ids.size}",
             "write the length of each document, in order",
         )
+    if by_mask is not None:
+        if by_mask != ends:
+            at = min(set(by_mask) ^ set(ends))
+            raise bad(
+                row,
+                name,
+                f"and attention_mask differ on whether a document ends at token {at}",
+                "repair one of them, or leave the attention mask out",
+            )
+        return ends
     if by_eod is not None and not set(ends[:-1]) <= set(by_eod):
         at = next(end for end in ends if end not in by_eod)
         raise bad(
@@ -141,6 +161,26 @@ def _boundaries(row: Row, ids: Ints, eod_token_id: int | None) -> list[int]:
             "leave data.eod_token_id out, or repair the lengths",
         )
     return ends
+
+
+def _by_mask(row: Row) -> list[int] | None:
+    """Ends of the documents that an attention mask numbers, as in 1 1 2 2 2 0; None: it does not."""
+    value = row.data.get("attention_mask")
+    if value is None:
+        return None
+    mask = _ints(row, "attention_mask", value)
+    if mask.max(initial=0) <= 1:
+        return None
+    mask = mask[: int(np.flatnonzero(mask)[-1]) + 1]
+    if mask.min() < 1 or (mask[1:] < mask[:-1]).any():
+        at = int(np.flatnonzero((mask[1:] < mask[:-1]) | (mask[1:] < 1) | (mask[0] < 1))[0]) + 1
+        raise bad(
+            row,
+            "attention_mask",
+            f"goes from {mask[at - 1]} to {mask[at]} at token {at}: it does not number documents",
+            "number them 1, 2, 3, ... with 0 for padding at the end, or write a mask of 0 and 1",
+        )
+    return [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), int(mask.size)]
 
 
 def _real_tokens(row: Row, ids: Ints) -> int:
@@ -153,18 +193,14 @@ def _real_tokens(row: Row, ids: Ints) -> int:
 
 
 def _refuse_hidden_packing(row: Row, ids: Ints, ends: list[int]) -> None:
-    if len(ends) > 1:
+    value = row.data.get("position_ids")
+    if len(ends) > 1 or value is None:
         return
-    for name in ("position_ids", "attention_mask"):
-        value = row.data.get(name)
-        if value is None:
-            continue
-        array = _ints(row, name, value)[: ends[0]]
-        packed = (array[1:] < array[:-1]).any() if name == "position_ids" else array.max(initial=0) > 1
-        if packed:
-            raise bad(
-                row,
-                name,
-                "shows several documents in this row, and nothing says where they end",
-                "add a column seq_lengths, or set data.eod_token_id",
-            )
+    positions = _ints(row, "position_ids", value)[: ends[0]]
+    if (positions[1:] < positions[:-1]).any():
+        raise bad(
+            row,
+            "position_ids",
+            "shows several documents in this row, and nothing says where they end",
+            "add a column seq_lengths, or set data.eod_token_id",
+        )

@@ -114,7 +114,13 @@ def test_a_document_of_a_pack_may_have_no_target_but_not_all():
         ),
         ({"input_ids": [9, 9, 9]}, {"eod": 9}, "is padding only"),
         ({"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]}, {}, "position_ids shows several documents"),
-        ({"input_ids": [1, 2, 3, 4], "attention_mask": [1, 1, 2, 2]}, {}, "attention_mask shows several documents"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 3, 2]}, {}, "attention_mask goes from 3 to 2 at token 2"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [2, 0, 3]}, {}, "attention_mask goes from 2 to 0 at token 1"),
+        (
+            {"input_ids": [1, 2, 3, 4], "attention_mask": [1, 1, 2, 2], "seq_lengths": [3, 1]},
+            {},
+            "seq_lengths and attention_mask differ on whether a document ends at token 2",
+        ),
     ],
 )
 def test_wrong_rows(row, kwargs, message):
@@ -126,3 +132,19 @@ def test_wrong_rows(row, kwargs, message):
 def test_positions_that_start_again_are_fine_where_boundaries_are_given():
     row = {"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1], "seq_lengths": [2, 2]}
     assert documents(row) == [[1, 2], [3, 4]]
+
+
+def test_an_attention_mask_that_numbers_documents_says_where_they_end():
+    ids = [1, 2, 3, 4, 5, 0, 0]
+    assert documents({"input_ids": ids, "attention_mask": [1, 1, 2, 2, 2, 0, 0]}) == [[1, 2], [3, 4, 5]]
+    assert documents({"input_ids": ids, "attention_mask": [2, 2, 3, 3, 3, 0, 0]}) == [[1, 2], [3, 4, 5]]
+    both = {"input_ids": ids, "attention_mask": [1, 1, 2, 2, 2, 0, 0], "seq_lengths": [2, 3]}
+    assert documents(both) == [[1, 2], [3, 4, 5]]
+
+
+def test_padding_behind_the_last_end_of_document_is_left_out():
+    ids = [1, 2, EOD, 3, EOD, 7, 7, 7]
+    masked = [-100, 2, EOD, 3, EOD, -100, -100, -100]
+    assert documents({"input_ids": ids, "labels": masked}, eod=EOD) == [[1, 2, EOD], [3, EOD]]
+    assert documents({"input_ids": ids, "attention_mask": [1] * 5 + [0] * 3}, eod=EOD) == [[1, 2, EOD], [3, EOD]]
+    assert documents({"input_ids": ids}, eod=EOD)[-1] == [7, 7, 7], "trained: no padding"
