@@ -188,7 +188,7 @@ class Formation:
     def _plan(self, incident: Incident, *, first: bool) -> World:
         """The world for the workers that are left; waits for more where the configuration says so."""
         elastic, wanted = self._elastic, self._worlds.limits.wanted
-        least = wanted[0] * wanted[1] if elastic.on_loss == "wait" and not first else 1
+        least = wanted[0] * wanted[1] if elastic.on_loss == "wait" else 1
         deadline = self._runtime.clock() + elastic.wait_for_capacity
         told = False
         self._fleet.drop_lost([w for w in self._fleet.workers if w not in self._workers], ANSWER_SECONDS)
@@ -198,25 +198,36 @@ class Formation:
             if world is not None and world.grid.world_size >= least:
                 return world
             if elastic.on_loss == "shrink" or self._runtime.clock() >= deadline:
-                self._give_up(len(probes), incident)
+                self._give_up(len(probes), incident, keeps=least if world is not None else 0)
             if not told:
+                why = (
+                    f"it keeps its {least} ranks (elastic.on_loss='wait')"
+                    if world is not None
+                    else "its limits ask for more"
+                )
                 self._say(
-                    f"{len(probes)} healthy workers are left, and the limits of the run ask for more: waiting up to "
-                    f"{elastic.wait_for_capacity:.0f} s"
+                    f"{len(probes)} healthy workers are left for the run, and {why}: waiting up to "
+                    f"{elastic.wait_for_capacity:.0f} s for others"
                 )
                 told = True
             self._fleet.recruit(self._worlds.limits.workers[1])
             self._runtime.sleep(0.2)
 
-    def _give_up(self, workers: int, incident: Incident) -> None:
+    def _give_up(self, workers: int, incident: Incident, *, keeps: int) -> None:
+        """`keeps`: ranks that the run must not have fewer of, where only that forbids a smaller world; else 0."""
         limits, elastic = self._worlds.limits, self._elastic
         waited = "" if elastic.on_loss == "shrink" else f" after waiting {elastic.wait_for_capacity:.0f} s"
         details: dict[str, Any] = {"rank": None, "node": "?", "cause": "no world fits these workers"}
         details |= incident.error.details if incident.error is not None else {}
+        why = f"no world of them fits cp {limits.cp}, dp {limits.dp}, workers {limits.workers} and their memory"
+        fix = "add nodes, lower elastic.min_workers, give parallel.cp as a pair, or raise elastic.wait_for_capacity"
+        if keeps:
+            why = f"the run keeps its {keeps} ranks (elastic.on_loss='wait')"
+            fix = "add nodes and give the same command again, with a longer elastic.wait_for_capacity where they come "
+            fix += "late, or with elastic.on_loss='auto' to go on with fewer ranks"
         raise WorkerError(
-            f"{workers} healthy workers are left{waited}, and no world of them fits cp {limits.cp}, dp {limits.dp}, "
-            f"workers {limits.workers} and their memory; what happened: {details['cause']}",
-            fix="add nodes, lower elastic.min_workers, give parallel.cp as a pair, or raise elastic.wait_for_capacity",
+            f"{workers} healthy workers are left{waited}, and {why}; what happened: {details['cause']}",
+            fix=fix,
             **details | {"hopeless": True},
         )
 
