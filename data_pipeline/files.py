@@ -122,9 +122,9 @@ class File:
             yield self._counted(cast(BinaryIO, stream))
 
     def _counted(self, stream: BinaryIO) -> BinaryIO:
-        if self.on_read is None:
+        if self.on_read is None and not self.remote:
             return stream
-        return io.BufferedReader(_Readable(stream, self.on_read), _COUNTED_BYTES)
+        return io.BufferedReader(_Readable(stream, self.on_read, self.name if self.remote else ""), _COUNTED_BYTES)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:
@@ -210,7 +210,8 @@ def _is_row_file(name: str) -> bool:
 def _find_remote(name: str) -> list[File]:
     with _remote_errors(name):
         fs, path = _file_system(name)
-        if glob.has_magic(path):
+        before_query = path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+        if glob.has_magic(before_query):
             found = sorted(p for p in fs.glob(path) if fs.isfile(p))
         elif fs.isfile(path):
             found = [path]
@@ -237,17 +238,17 @@ def _info(url: str) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _remote_errors(url: str) -> Iterator[None]:
-    """Turns what a file system raises into a DataError with the URL."""
+    """Turns what a file system raises, which may be of any type of its own, into a DataError with the URL."""
     try:
         yield
     except ImportError as error:
         raise DataError(
             f"{url} cannot be opened: {error}", fix="install the package that it names on every node", file=url
         ) from error
-    except (OSError, ValueError) as error:
+    except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise DataError(
-            f"{url} cannot be opened: {why}",
+            f"{url} cannot be read: {why}",
             fix="check the URL, the credentials (they come from the environment) and the network of every node",
             file=url,
         ) from error
@@ -267,10 +268,10 @@ def _decompressed(raw: BinaryIO, compression: str) -> Iterator[BinaryIO]:
 
 
 class _Readable(io.RawIOBase):
-    """Any stream as a raw Python one, from which lines can be read; counts what is read."""
+    """Any stream as a raw Python one, from which lines can be read; counts bytes, and names the URL in errors."""
 
-    def __init__(self, stream: Any, on_read: Callable[[int], None] | None = None) -> None:
-        self._stream, self._on_read = stream, on_read
+    def __init__(self, stream: Any, on_read: Callable[[int], None] | None = None, url: str = "") -> None:
+        self._stream, self._on_read, self._url = stream, on_read, url
 
     def readable(self) -> bool:
         return True
@@ -285,7 +286,8 @@ class _Readable(io.RawIOBase):
         return int(self._stream.tell())
 
     def readinto(self, buffer: Any) -> int:
-        piece = self._stream.read(len(buffer))
+        with _remote_errors(self._url) if self._url else contextlib.nullcontext():
+            piece = self._stream.read(len(buffer))
         buffer[: len(piece)] = piece
         if self._on_read is not None:
             self._on_read(len(piece))

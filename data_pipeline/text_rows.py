@@ -37,7 +37,7 @@ def read_jsonl(part: Part, bad: BadRow) -> Numbered:
                 continue
             try:
                 text = decode(raw, file, line)
-                row = as_row(load_row(text), file, line)
+                row = as_row(load_row(text.rstrip()), file, line)
             except DataError as error:
                 bad(error)
             except (ValueError, RecursionError) as error:

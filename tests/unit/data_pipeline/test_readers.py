@@ -343,7 +343,7 @@ def test_a_bucket_is_read_like_a_folder(bucket):
 def test_what_cannot_be_reached_is_a_data_error_with_the_url(bucket):
     for url, message in (
         (f"{bucket}/missing.jsonl", "no file of rows at"),
-        ("nosuchprotocol://x/a.jsonl", "cannot be opened: ValueError: Protocol not known"),
+        ("nosuchprotocol://x/a.jsonl", "cannot be read: ValueError: Protocol not known"),
         ("http://127.0.0.1:9/a.jsonl", "127.0.0.1:9"),
     ):
         with pytest.raises(DataError, match=message) as error:
@@ -363,7 +363,24 @@ def test_a_file_behind_http(tmp_path):
         (file,) = find_files(f"http://127.0.0.1:{server.server_address[1]}/a.jsonl")
         assert read(file) == list(enumerate(ROWS, 1))
         assert look_at(file, 1 << 20).digest == look_at(File(str(tmp_path / "a.jsonl")), 1 << 20).digest
+        (asked,) = find_files(f"{file.name}?download=true")
+        assert read(asked) == list(enumerate(ROWS, 1)), "a question mark is no pattern here"
         server.shutdown()
+
+
+def test_a_file_system_that_fails_in_an_own_way_while_it_is_read_names_the_url(bucket, monkeypatch):
+    class OwnError(Exception):
+        """Of a library that knows neither OSError nor us."""
+
+    def broken(self, size=-1):
+        raise OwnError("the connection was lost")
+
+    from fsspec.implementations.memory import MemoryFile
+
+    (file,) = find_files(f"{bucket}/b.jsonl")
+    monkeypatch.setattr(MemoryFile, "read", broken)
+    with pytest.raises(DataError, match=r"memory:///bucket/b\.jsonl cannot be read: OwnError: the connection was lost"):
+        read(file)
 
 
 def test_a_parquet_file_is_not_read_as_a_whole_for_its_first_row(tmp_path):
