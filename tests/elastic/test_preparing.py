@@ -21,6 +21,33 @@ def cluster() -> Iterator[Cluster]:
     made.shutdown()
 
 
+def check(found: dict[int, str], made: list[str]) -> None:
+    """All 14 parts are there, of two nodes; `made` has the number of each part as often as it was begun."""
+    assert sorted(found) == list(range(14))
+    assert len(set(found.values())) == 2, "both nodes worked"
+    assert set(made) == {str(number) for number in range(14)}
+    assert 14 < len(made) <= 16, "one part, or the two of a moment, was made again"
+
+
+@pytest.mark.parametrize("fault", ["none", "lost", "not begun again", "all made again", "one node"])
+def test_the_check_sees_a_planted_fault(fault: str) -> None:
+    found = {number: "ab"[number % 2] for number in range(14)}
+    made = [str(number) for number in [*range(14), 6]]
+    if fault == "lost":
+        del found[6]
+    elif fault == "not begun again":
+        made.pop()
+    elif fault == "all made again":
+        made += [str(number) for number in range(14)]
+    elif fault == "one node":
+        found = dict.fromkeys(found, "a")
+    if fault == "none":
+        check(found, made)
+    else:
+        with pytest.raises(AssertionError):
+            check(found, made)
+
+
 def test_a_node_that_is_lost_costs_only_the_parts_that_it_was_making(cluster: Cluster, tmp_path: Path) -> None:
     node = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
@@ -43,7 +70,4 @@ def test_a_node_that_is_lost_costs_only_the_parts_that_it_was_making(cluster: Cl
     found = dict(Tasks(tmp_path)(work, list(range(14))))
     killer.join()
     cluster.remove_node(node, allow_graceful=False)
-    assert sorted(found) == list(range(14))
-    assert len(set(found.values())) == 2, "both nodes worked"
-    times = [path.name.partition("-")[0] for path in tmp_path.glob("*-*")]
-    assert 14 < len(times) <= 16, "one part, or the two of a moment, was made again"
+    check(found, [path.name.partition("-")[0] for path in tmp_path.glob("*-*")])
