@@ -3,6 +3,7 @@
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,6 +68,33 @@ def test_abort_frees_ranks_that_wait_for_a_message_long_before_the_timeout() -> 
     for seconds, message in run_ranks(_stuck_until_aborted, 2, store.port):
         assert message != "no error"
         assert 0.3 < seconds < 5.0, f"freed after {seconds:.1f} s; the group's time-out is 30 s"
+
+
+def _listens(rank: int, world_size: int, port: int) -> tuple[set[str], int]:
+    """Addresses that this rank listens on for its groups, and the sockets there."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    before = set(_listening())
+    groups = create(rank, world_size, port)
+    found = set(_listening()) - before
+    dist.barrier()
+    groups.abort()
+    groups.destroy()
+    return {ip for ip, _ in found}, len(found)
+
+
+def _listening() -> list[tuple[str, int]]:
+    return [
+        (c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    ]
+
+
+def test_groups_listen_on_the_interface_of_the_cluster_and_on_no_other() -> None:
+    store = open_store(LOOPBACK)
+    for addresses, sockets in run_ranks(_listens, 2, store.port):
+        assert addresses == {LOOPBACK}
+        assert sockets >= 1
 
 
 def _rebuilt(rank: int, world_size: int, port: int) -> tuple[float, float, str]:
