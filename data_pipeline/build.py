@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.encode import Tokenizer
-from data_pipeline.formats import detect_format, renamed
+from data_pipeline.formats import detect_format
 from data_pipeline.overflow import Overflow, raise_overflow
 from data_pipeline.packing import permutation
 from data_pipeline.part_progress import Meter, Progress
@@ -123,7 +123,7 @@ def _plan(source: Weighted, tokenizer: Tokenizer, config: DataConfig, seq_length
         raise DataError(f"data has 0 rows{found}", fix="give at least one row")
     name, detected = config.format, False
     if name == "auto":
-        name, detected = detect_format(renamed(first, config.columns)), True
+        name, detected = detect_format(first, config.columns), True
     recipe = Recipe(
         format=name,
         train_on=config.train_on,

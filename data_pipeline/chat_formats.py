@@ -154,10 +154,22 @@ def _message(row: Row, field: str, value: object) -> Message:
     if message.get("tool_calls"):
         message["tool_calls"] = [_call(row, f"{field}.tool_calls", call) for call in message["tool_calls"]]
         message.setdefault("content", "")
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise bad(row, f"{field}.content", f"is {kind(content)}, not a string", "write the message's text as a string")
+    message["content"] = _words(row, f"{field}.content", message.get("content"))
     return message
+
+
+def _words(row: Row, field: str, content: Any) -> str:
+    """A message's text: a string, or OpenAI's list of parts, all of them text."""
+    if isinstance(content, list):
+        parts = [mapping(row, f"{field}[{i}]", part, '{"type": "text", "text": ...}') for i, part in enumerate(content)]
+        for i, part in enumerate(parts):
+            if part.get("type", "text") != "text":
+                problem = f"is a part of type {part['type']!r}, and text is all that is trained"
+                raise bad(row, f"{field}[{i}]", problem, "leave such rows out")
+        return "".join(string(row, f"{field}[{i}].text", part.get("text")) for i, part in enumerate(parts))
+    if not isinstance(content, str):
+        raise bad(row, field, f"is {kind(content)}, not a string", "write the message's text as a string")
+    return content
 
 
 def _call(row: Row, field: str, value: object) -> dict[str, Any]:

@@ -13,7 +13,7 @@ unknown role, no message, content that is null or no string, a system message or
     tokens             input_ids, labels?, weights?, seq_lengths?                   (token_formats)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from data_pipeline.chat_formats import messages_of, parse_alpaca, parse_messages, parse_sharegpt, tools_of
 from data_pipeline.examples import Conversation as Conversation
@@ -37,19 +37,24 @@ _SHOWN_BY = (
 """Format -> columns that show it; the first that fits."""
 
 
-def detect_format(row: Row) -> str:
-    """Name of the format that the columns of `row` show.
+def detect_format(row: Row, columns: str = "") -> str:
+    """Name of the format that the columns of `row` show, under our names by `DataConfig.columns`.
 
     Raises:
         DataError: no format has these columns.
     """
-    for name, columns in _SHOWN_BY:
-        if all(c in row.data for c in columns):
+    ours = renamed(row, columns).data
+    for name, shown_by in _SHOWN_BY:
+        if all(c in ours for c in shown_by):
             return name
+    missing = [theirs for theirs in column_map(columns).values() if theirs not in row.data]
+    said = f"; data.columns={columns!r} names {', '.join(map(repr, missing))}, which is not there" if missing else ""
+    inside = next((k for k, v in row.data.items() if isinstance(v, list) and v and isinstance(v[0], Mapping)), None)
     raise DataError(
-        f"{row.id}: columns {', '.join(map(repr, row.data)) or '(none)'} are of no known format",
-        fix="rename columns, or say which is which, as in data.columns='prompt=question, completion=answer'; known are "
-        + "; ".join(" + ".join(columns) for _, columns in _SHOWN_BY),
+        f"{row.id}: columns {', '.join(map(repr, row.data)) or '(none)'} are of no known format{said}",
+        fix=(f"if the rows are the list {inside!r}, write that list alone into the file; or " if inside else "")
+        + "rename columns, or say which is which, as in data.columns='prompt=question, completion=answer'; known are "
+        + "; ".join(" + ".join(shown_by) for _, shown_by in _SHOWN_BY),
         row=row.id,
     )
 

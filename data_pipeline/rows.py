@@ -108,7 +108,7 @@ def as_row(value: object, file: File, line: int) -> Mapping[str, Any]:
     raise broken(
         file,
         line,
-        f"this row is {type(value).__name__} {shown[:60]}, not an object",
+        f"this row is {shown[:60]}, not an object",
         'write one JSON object per row, such as {"text": "..."}',
     )
 

@@ -130,7 +130,7 @@ class ChatTemplate:
         self, row_id: str, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """(text, characters inside generation tags); with the generation prompt at the end if `prompt`."""
-        from jinja2.exceptions import TemplateError
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -142,6 +142,11 @@ class ChatTemplate:
                 return_assistant_tokens_mask=self.has_tags,
                 **self._variables,
             )
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"{self.name} is no template that can be read: line {error.lineno}: {error.message}",
+                fix="repair it, or set data.chat_template",
+            ) from error
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             roles = ", ".join(str(m["role"]) for m in messages)
             why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from raycp.config import DataConfig, FitConfig
-from raycp.errors import ConfigError, DataError
+from raycp.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
     from data_pipeline import DocumentStore, Pack
@@ -64,7 +64,8 @@ class Inspect:
             ConfigError: options that do not fit together.
             DataError, ModelError: as `raycp.fit`.
         """
-        problems = FitConfig(seq_length=self.seq_length, seed=self.seed, data=self.config).problems()
+        problems = self._problems()
+        problems += FitConfig(seq_length=self.seq_length, seed=self.seed, data=self.config).problems()
         if problems:
             raise ConfigError.from_problems(problems)
         from data_pipeline import PackLoader, describe
@@ -90,6 +91,22 @@ class Inspect:
                 self.html.write_text(page, encoding="utf-8")
                 print(f"page      {self.html.resolve()}")
         return 0
+
+    def _problems(self) -> list[Problem]:
+        counts = (("rows", self.rows, 1), ("tokens", self.tokens, 1), ("cp", self.cp, 1))
+        found = [
+            Problem(f"--{name} {value} is below {least}", f"give {least} or more")
+            for name, value, least in counts
+            if value is not None and value < least
+        ]
+        found += [Problem(f"--packs {pack} is negative", "count packs from 0") for pack in self.packs if pack < 0]
+        for name, path in (("html", self.html and self.html.parent), ("folder", self.folder)):
+            if path is not None:
+                try:
+                    path.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    found.append(Problem(f"--{name}: {error}", "name a place that can be written"))
+        return found
 
     def _tokenizer(self) -> Any:
         from raycp.training.spec import ModelSpec
@@ -143,13 +160,17 @@ class Inspect:
         return self.data[0] if len(self.data) == 1 else list(self.data)
 
     def _first_rows(self, data: Any, folder: Path) -> Any:
-        """The first rows of each source, with its weight."""
-        from data_pipeline.rows import raise_bad
+        """The first rows of each source, with its weight; what on_bad_row="skip" leaves out is printed."""
         from data_pipeline.sources import open_sources
+
+        def bad(error: DataError) -> None:
+            if self.config.on_bad_row == "raise":
+                raise error
+            print(f"left out  {error.message}")
 
         sources = open_sources(data, folder / "spool")
         return [
-            ((dict(row.data) for row in itertools.islice(one.source.rows(raise_bad), self.rows)), one.weight)
+            ((dict(row.data) for row in itertools.islice(one.source.rows(bad), self.rows)), one.weight)
             for one in sources
         ]
 

@@ -126,6 +126,11 @@ def test_a_kept_folder_is_found_again(capsys, model, chats, tmp_path):
         (["inspect", "x.jsonl", "--model", "{model}", "--weights", "1", "2"], 1, "2 weights for 1 sources"),
         (["inspect", "x.jsonl", "--model", "{model}", "--seq-length", "many"], 2, "seq-length"),
         (["inspect", "x.jsonl", "--model", "/nowhere/model"], 1, "no such file or folder"),
+        (["inspect", "x.jsonl", "--model", "{model}", "--rows", "-1"], 1, "--rows -1 is below 1"),
+        (["inspect", "x.jsonl", "--model", "{model}", "--tokens", "0", "--cp", "0"], 1, "--cp 0 is below 1"),
+        (["inspect", "x.jsonl", "--model", "{model}", "--packs", "-2"], 1, "--packs -2 is negative"),
+        (["inspect", "x.jsonl", "--model", "{model}", "--html", "{model}/tokenizer.json/x.html"], 1, "--html: "),
+        (["inspect", "x.jsonl", "--model", "{model}", "--folder", "{model}/tokenizer.json"], 1, "--folder: "),
     ],
 )
 def test_errors_are_said_without_a_traceback(capsys, model, words, code, message):
@@ -134,6 +139,18 @@ def test_errors_are_said_without_a_traceback(capsys, model, words, code, message
     assert "Traceback" not in out + err
     if code == 1:
         assert "fix: " in err
+
+
+def test_the_first_rows_leave_out_what_cannot_be_read_if_that_is_asked_for(capsys, model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a b"}\n{"text": \n{"text": "c d"}\n')
+    words = ("inspect", str(path), "--model", model, "--seq-length", "64", "--rows", "2", "--cp", "1")
+    code, _, err = call(capsys, *words)
+    assert (code, f"{path}:2: broken JSON, Expecting value at column 9" in err) == (1, True), err
+    code, out, err = call(capsys, *words, "--data.on-bad-row", "skip")
+    assert code == 0, err
+    assert f"left out  {path}:2: broken JSON" in out
+    assert "2 documents" in out
 
 
 def test_a_long_document_is_said_before_anything_is_trained(capsys, model, tmp_path):

@@ -203,6 +203,28 @@ def test_an_unknown_row_is_told_how_to_map():
     assert "data.columns='prompt=question, completion=answer'" in error.value.fix
 
 
+def test_a_mapping_to_a_column_that_is_not_there_is_said():
+    with pytest.raises(DataError, match=r"columns 'text' are of no known .* names 'body', which is not there"):
+        detect_format(Row("f:1", {"text": "x"}), "text=body")
+
+
+def test_rows_inside_another_list_are_seen():
+    with pytest.raises(DataError, match="columns 'version', 'data' are of no known format") as error:
+        detect_format(Row("f:1", {"version": 1, "data": [{"text": "x"}]}))
+    assert "if the rows are the list 'data', write that list alone" in error.value.fix
+
+
+def test_content_in_parts_is_their_text():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    got = parse({"messages": [{"role": "user", "content": parts}, REPLY]})
+    assert got.messages[0] == {"role": "user", "content": "one two"}
+    parts[1] = {"type": "image_url", "image_url": {}}
+    with pytest.raises(DataError, match=r"messages\[0\].content\[1\] is a part of type 'image_url'"):
+        parse({"messages": [{"role": "user", "content": parts}, REPLY]})
+    with pytest.raises(DataError, match=r"messages\[0\].content\[0\].text is null, not a string"):
+        parse({"messages": [{"role": "user", "content": [{"type": "text"}]}, REPLY]})
+
+
 @pytest.mark.parametrize(
     ("columns", "why"),
     [("prompt", "'prompt' is no pair"), ("prompt=", "is no pair"), ("a=b, a=c", "'a' is there twice"), (3, "is a int")],

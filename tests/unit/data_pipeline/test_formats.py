@@ -60,7 +60,7 @@ def test_content_may_be_null_beside_tool_calls():
         (
             "messages",
             {"messages": [{"role": "user", "content": ["a"]}]},
-            r"messages\[0\].content is of type list, not a string",
+            r"messages\[0\].content\[0\] is of type str, not an object",
         ),
         ("messages", {"messages": [USER], "tools": "{"}, "tools is broken JSON"),
         ("messages", {"messages": [USER], "tools": {"a": 1}}, "tools is of type dict, not a list"),

@@ -151,6 +151,11 @@ def test_templates_that_train_no_token_or_no_stop_are_refused_by_name(template, 
         render(make_tokenizer(), conversation(TALK), template=template)
 
 
+def test_a_template_with_a_mistake_in_its_writing_is_no_fault_of_a_row():
+    with pytest.raises(ModelError, match=r"data\.chat_template is no template that can be read: line 2: unexpected"):
+        render(make_tokenizer(), conversation(TALK), template="{% for m in messages %}\n{{ m.content }{% endfor %}")
+
+
 def test_no_template_and_refusing_templates():
     with pytest.raises(ModelError, match="has no chat template"):
         renderer(make_tokenizer(template=None))
