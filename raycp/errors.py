@@ -74,6 +74,10 @@ class ClusterError(RaycpError, RuntimeError):
     """The Ray cluster does not have, or no longer has, what the run asked for."""
 
 
+class DeviceError(ClusterError):
+    """A device computes wrong numbers, does not answer, or is full: no rank can have it."""
+
+
 class WorkerError(RaycpError, RuntimeError):
     """A rank died or raised. `details`: rank, node, cause, step, generation."""
 

@@ -34,6 +34,7 @@ from raycp.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    DeviceError,
     ModelError,
     RaycpError,
     StaleGenerationError,
@@ -95,13 +96,14 @@ class TrainWorker:
         ids = context.get_accelerator_ids()
         resource = self._spec.device.ray_resource
         problems = [*_shared_folder_problems(nonce_path, nonce), *self._model_problems()]
-        memory = 0
+        memory, sku, unfit = 0, "", False
         try:
             used = self._accelerator()
-            used.check()
-            memory = used.memory()[0]
+            self._readmit(used)
+            memory, sku = used.memory()[0], used.sku
         except ClusterError as error:
             problems.append((error.message, error.fix))
+            unfit = isinstance(error, DeviceError)
         accelerators = tuple(ids.get(resource, ())) if resource else ()
         if resource and not accelerators and not self._spec.device.is_accelerator:
             problems.append(
@@ -117,6 +119,8 @@ class TrainWorker:
             memory=memory,
             host_memory=host_memory()[1],
             problems=tuple(problems),
+            unfit=unfit,
+            sku=sku,
         )
 
     def _model_problems(self) -> list[tuple[str, str]]:
@@ -136,25 +140,35 @@ class TrainWorker:
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
-    def join(self, rendezvous: Rendezvous) -> None:
-        """Joins the groups of a generation and warms them. Collective."""
+    def join(self, rendezvous: Rendezvous) -> int:
+        """Joins the groups of a generation and warms them. Collective.
 
-        def body() -> None:
+        A process that was a rank before first gives the memory of its old state back, and its device is tried out.
+
+        Returns:
+            Free bytes of its device before anything of the new state is there.
+        """
+
+        def body() -> int:
             torch.set_num_threads(rendezvous.threads)
             device = self._spec.device
             address = ray.util.get_node_ip_address()
             messages = self._largest_messages(rendezvous.grid) if device.is_accelerator else {}
             self._detach()
             if self._groups is None:
+                free = self._accelerator().memory()[1]
                 self._groups = ProcessGroups.create(rendezvous, device=device, address=address, messages=messages)
             else:
-                self._drop_state()
+                self._state = self._train = self._eval = None
+                gc.unfreeze()  # what `build` froze: a model is full of cycles
+                free = self._readmit(self._accelerator())
                 self._groups = self._groups.rebuild(rendezvous, device=device, address=address, messages=messages)
             self._groups.warm()
             if rendezvous.keeper is not None:
                 self._attach(rendezvous.keeper, rendezvous.secret)
+            return free
 
-        self._guard(rendezvous.generation, body, rank=rendezvous.rank)
+        return self._guard(rendezvous.generation, body, rank=rendezvous.rank)
 
     def attach(self, generation: int, keeper: KeeperAddress, secret: bytes) -> None:
         """Sends snapshots to another keeper from now on (the one before was lost). Not while a step runs."""
@@ -274,10 +288,15 @@ class TrainWorker:
         )
         return loader, batcher
 
-    def _drop_state(self) -> None:
-        self._state = self._train = self._eval = None
-        gc.collect()
-        self._accelerator().release()
+    @staticmethod
+    def _readmit(used: Accelerator) -> int:
+        """Free bytes of the device, if it is healthy and what was on it before is gone.
+
+        Raises:
+            DeviceError: it is not: this process must not be a rank.
+        """
+        used.check()
+        return used.reclaim()
 
     def _largest_messages(self, grid: RankGrid) -> dict[str, int]:
         model, cost = self._spec.model.load_config(), self._spec.cost
@@ -432,6 +451,7 @@ class TrainWorker:
                 communication=_is_communication(error),
                 fatal=isinstance(error, _FATAL),
                 damaged=isinstance(error, CheckpointError),
+                unfit=isinstance(error, DeviceError),
                 traceback=traceback.format_exc(),
             ) from None
 

@@ -142,4 +142,8 @@ class Probe:
     """Bytes of memory of this node that nobody uses yet."""
     problems: tuple[tuple[str, str], ...] = ()
     """(message, fix) of everything that is wrong on this node."""
+    unfit: bool = False
+    """One of the problems is this process' device, not the node."""
+    sku: str = ""
+    """What the device calls itself; "cpu" for a CPU."""
     facts: dict[str, Any] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from raycp.attention import Groups, build_groups
+from raycp.attention.warm import warm_pairs
 from raycp.errors import ClusterError, WorkerError
 from raycp.training.abort import Abortable, Aborted, abort_all
 from raycp.training.device import DeviceSpec
@@ -36,6 +37,8 @@ asked to join, and if it is gone, another rank has failed meanwhile."""
 CONNECT_TIMEOUT = 20.0
 """Seconds that a rank waits for the store and for the others while groups are made: a rank that froze meanwhile cannot
 be cut off by its ports, which nobody knows yet. The group's own time-out follows when all connections exist."""
+LINK_TIMEOUT = 120.0
+"""The same on accelerators, whose libraries build links between all devices meanwhile: HCCL's own patience."""
 
 
 class ProcessGroups:
@@ -75,7 +78,8 @@ class ProcessGroups:
         if interface is not None:  # gloo and the vendors' libraries take the interface from the environment only
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"):
                 os.environ[name] = interface
-        timeout = timedelta(seconds=min(rendezvous.timeout, CONNECT_TIMEOUT))
+        patience = LINK_TIMEOUT if device.is_accelerator else CONNECT_TIMEOUT
+        timeout = timedelta(seconds=min(rendezvous.timeout, patience))
         try:
             store = dist.TCPStore(
                 rendezvous.store_host,
@@ -111,9 +115,15 @@ class ProcessGroups:
         return cls(rendezvous, attention, mesh, before)
 
     def warm(self) -> None:
-        """One all-reduce on every group, in one order on all ranks, so that their connections exist. Collective."""
+        """One all-reduce on every group, in one order on all ranks, so that their connections exist. Collective.
+
+        With another back end than gloo, whose pairs are connected from the start, each pair of ranks that will exchange
+        rows sends a first message too (`raycp.attention.warm`).
+        """
         for group in self._all():
             self._all_reduce(group)
+        if not self._is_gloo:
+            warm_pairs(self.attention, torch.device(self.mesh.device_type))
         self.learn_ports()
         for group in self._all():
             _set_pg_timeout(timedelta(seconds=self.rendezvous.timeout), group)
@@ -134,7 +144,7 @@ class ProcessGroups:
         Safe from any thread, at any time, any number of times. Afterwards the groups can only be destroyed.
         """
         self._aborted = True
-        if dist.is_initialized() and dist.get_backend() != "gloo":
+        if not self._is_gloo:
             found = abort_all(backends_of(self._all()))
             if not found.clean:
                 end_process(found)
@@ -181,6 +191,10 @@ class ProcessGroups:
         if self._mesh is None:
             raise ClusterError("these groups were destroyed", fix="use the groups of the current generation")
         return self._mesh
+
+    @property
+    def _is_gloo(self) -> bool:
+        return not dist.is_initialized() or dist.get_backend() == "gloo"
 
     def _all(self) -> list[dist.ProcessGroup | None]:
         """Every group of this rank, None for the default one, in one order on all ranks."""

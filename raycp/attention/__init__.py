@@ -4,6 +4,7 @@
 * `merge`: online softmax over parts
 * `communicator`, `in_memory`: how rows travel; process groups, or threads for tests
 * `groups`: `build_groups`, the process groups of a grid
+* `warm`: first messages between the ranks of a group
 * `call`: one call without its tensors, and the counts of what it did
 * `exchange`: rows on their way
 * `ring`, `gather`: the schedules, one loop each

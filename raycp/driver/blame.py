@@ -18,7 +18,9 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the rank's process is gone, silent, stuck or out of reach."""
+    """Whether the rank's process is gone, silent, stuck or out of reach, or says that its device is of no use."""
+    if isinstance(error, WorkerError):
+        return bool(error.details.get("unfit"))
     return isinstance(error, RayActorError | TimeoutError | GetTimeoutError)
 
 

@@ -89,6 +89,7 @@ class Fleet:
         self._pending: list[_Pending] = []
         self._reservations: list[Reservation] = []
         self._refused: set[str] = set()
+        self._unfit: set[Seat] = set()
         self._avoided: dict[str, float] = {}
         self._idle: dict[Worker, tuple[Any, float]] = {}
         self._looked = 0.0
@@ -233,7 +234,7 @@ class Fleet:
             nodes = [n for n in nodes if n.node_id not in self._avoided]
         if missing <= 0:
             return ready
-        taken = {w.seat for w in self._workers} | {r.seat for r in self._recruits}
+        taken = {w.seat for w in self._workers} | {r.seat for r in self._recruits} | self._unfit
         usable = {n.node_id for n in nodes}
         for seat in [s for s in self._seats if s not in taken and s.node.node_id in usable][:missing]:
             self._hire(seat)
@@ -277,8 +278,14 @@ class Fleet:
             return 0
         problems = _problems(probe)
         if problems:
-            self._refused.add(probe.node_id)
-            self._say("node not used:\n" + "\n".join(f"  {p.message}\n  fix: {p.fix}" for p in problems))
+            if probe.unfit:  # its bundle stays ours, so that nobody is given that device again
+                self._unfit.add(recruit.seat)
+            else:
+                self._refused.add(probe.node_id)
+            self._say(
+                f"{'device' if probe.unfit else 'node'} not used:\n"
+                + "\n".join(f"  {p.message}\n  fix: {p.fix}" for p in problems)
+            )
             ray.kill(recruit.actor, no_restart=True)
             return 0
         self._workers.append(Worker(actor=recruit.actor, probe=probe, seat=recruit.seat))

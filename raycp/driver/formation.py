@@ -265,7 +265,8 @@ class Formation:
                 )
             )
 
-        self.ranks.gather(join, what="connecting the workers", patience=SOME_PATIENCE, release=self._close_store)
+        free = self.ranks.gather(join, what="connecting the workers", patience=SOME_PATIENCE, release=self._close_store)
+        self._events.write("joined", free_bytes=free)
 
     def _close_store(self) -> None:
         """Frees every rank that waits in the store for one that does not come."""

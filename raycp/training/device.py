@@ -7,19 +7,29 @@ A device that was named and is not there is an error that says what each node ha
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycp.errors import ClusterError, ConfigError
+from raycp.errors import ClusterError, ConfigError, DeviceError
 
 if TYPE_CHECKING:
     import torch
+
+CHECK_SECONDS = 120.0
+"""How long a device may take for its first small product: an NPU compiles the operators."""
+RECLAIM_SECONDS = 50.0
+"""How long memory of a process that was killed may stay in use on its device (NVRx waits as long)."""
+FREE_SHARE = 0.8
+"""Of a device's memory, what is free when nothing but its driver and this process' context is on it."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +260,10 @@ class Accelerator:
 
     def memory(self) -> tuple[int, int]:
         """(total, free) bytes of the device; of the host for a CPU."""
-        return device_memory(self.device)
+        if not self.spec.is_accelerator:
+            return host_memory()
+        free, total = self.module.mem_get_info(self.device)
+        return int(total), int(free)
 
     def synchronize(self) -> None:
         """Waits for everything that was given to the device."""
@@ -279,31 +292,84 @@ class Accelerator:
 
     def release(self) -> int:
         """Gives cached memory back. Returns the free bytes then. Call it when no tensor of the old state is alive."""
+        gc.collect()
         if self.spec.is_accelerator:
-            self.module.synchronize()
+            self.synchronize()
             self.module.empty_cache()
         return self.memory()[1]
 
-    def check(self) -> None:
-        """Multiplies two small matrices whose product is known: the probe before a device is used again.
+    def reclaim(self, *, share: float = FREE_SHARE, patience: float = RECLAIM_SECONDS) -> int:
+        """`release`, until the device is as good as empty: the driver of a device gives back what a killed process had
+        some time after its end.
+
+        Args:
+            share: of the device's memory that has to be free.
+            patience: seconds to wait for it.
+
+        Returns:
+            Free bytes. Of a CPU's memory, which others use too, nothing is asked.
 
         Raises:
-            ClusterError: the device raises, or computes something else.
+            DeviceError: less was free all the time.
         """
+        end = time.monotonic() + patience
+        while True:
+            free, total = self.release(), self.memory()[0]
+            if not self.spec.is_accelerator or free >= share * total:
+                return free
+            if time.monotonic() >= end:
+                raise DeviceError(
+                    f"{self.device} ({self.sku}) has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free after "
+                    f"{patience:.0f} s, before anything of this run is on it",
+                    fix="end the process that has the rest (npu-smi info, nvidia-smi); a rank needs a device to itself",
+                )
+            time.sleep(min(0.5, patience))
+
+    def check(self, *, deadline: float = CHECK_SECONDS) -> None:
+        """Multiplies two small matrices whose product is known: the probe before a device is used, and used again.
+
+        Args:
+            deadline: seconds; a device that is wedged does not answer, and holds whoever asks.
+
+        Raises:
+            DeviceError: the device raises, computes something else, or does not answer in time.
+        """
+        problems: list[DeviceError] = []
+
+        def ask() -> None:
+            try:
+                self._multiply()
+            except DeviceError as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=ask, name="raycp-device-check", daemon=True)
+        thread.start()
+        thread.join(deadline)
+        if thread.is_alive():
+            raise DeviceError(
+                f"{self.device} did not finish a product of two small matrices within {deadline:.0f} s",
+                fix="reset the device, or take it out of the cluster (npu-smi, nvidia-smi)",
+            )
+        if problems:
+            raise problems[0]
+
+    def _multiply(self) -> None:
         import torch
 
         try:
+            if self.spec.is_accelerator:
+                self.module.set_device(self.device)  # of this thread
             left = torch.arange(64.0).reshape(8, 8).to(self.device)
             found = (left @ torch.eye(8, device=self.device)).sum()
             self.synchronize()
             total = float(found.cpu())
         except RuntimeError as error:
-            raise ClusterError(
+            raise DeviceError(
                 f"{self.device} ({self.sku}) fails a product of two small matrices: {error}",
                 fix="take the device out of the cluster and look at its driver's log (npu-smi, nvidia-smi)",
             ) from error
         if total != 2016.0:
-            raise ClusterError(
+            raise DeviceError(
                 f"{self.device} ({self.sku}) computes {total} where the sum of 0 .. 63 is 2016",
                 fix="take the device out of the cluster: it computes wrong numbers",
             )

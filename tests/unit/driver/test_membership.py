@@ -53,6 +53,14 @@ def test_the_culprit_is_not_the_first_rank_that_complains(failures: dict[int, Ba
     assert error.details["generation"] == 7
 
 
+def test_a_rank_that_says_its_device_is_of_no_use_is_lost() -> None:
+    error = WorkerError("rank said so", fix="take it out", time=2.0, communication=False, unfit=True, cause="0 of 2016")
+    found = blame({0: raised(1.0, communication=False), 1: error})
+    assert found.details["rank"] == 1
+    assert found.details["lost_ranks"] == [1]
+    assert found.details["raised_ranks"] == [0]
+
+
 def test_the_error_names_operation_cause_and_fix_and_survives_pickling() -> None:
     error = blame({1: raised(1.0, communication=False, cause="ValueError: bad row")})
     again: Any = pickle.loads(pickle.dumps(error))

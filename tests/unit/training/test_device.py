@@ -3,10 +3,11 @@
 import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from raycp.errors import ClusterError, ConfigError
+from raycp.errors import ClusterError, ConfigError, DeviceError
 from raycp.training.device import (
     PEAK_FLOPS,
     Accelerator,
@@ -155,6 +156,55 @@ def test_a_device_that_computes_wrong_numbers_is_not_used_again(monkeypatch):
     monkeypatch.setattr(torch, "eye", lambda n, device: torch.ones(n, n))
     with pytest.raises(ClusterError, match="computes wrong numbers"):
         used.check()
+
+
+def test_a_device_that_does_not_answer_is_given_up_at_the_deadline(monkeypatch):
+    used = Accelerator(resolve_device("cpu", []))
+    released = threading.Event()
+    monkeypatch.setattr(used, "_multiply", lambda: released.wait(30.0))
+    with pytest.raises(DeviceError, match="did not finish"):
+        used.check(deadline=0.1)
+    released.set()
+
+
+class Memory:
+    """A device's module, of whose 100 GiB so many are in use that each look frees some; counts what it is asked for."""
+
+    def __init__(self, used, freed):
+        self.used, self.freed, self.asked = used, freed, []
+
+    def mem_get_info(self, device):
+        return (100 - self.used) * 2**30, 100 * 2**30
+
+    def empty_cache(self):
+        self.asked.append("empty_cache")
+        self.used = max(0, self.used - self.freed)
+
+    def synchronize(self):
+        self.asked.append("synchronize")
+
+    def get_device_name(self, device):
+        return "Ascend910B3"
+
+
+def device_with(memory):
+    used = Accelerator(resolve_device("cpu", []))
+    used.spec, used.module = NPU, memory
+    return used
+
+
+def test_memory_of_a_process_that_was_killed_is_waited_for():
+    memory = Memory(used=90, freed=30)
+    assert device_with(memory).reclaim(patience=20.0) == 100 * 2**30
+    assert memory.asked == ["synchronize", "empty_cache"] * 3
+
+
+def test_a_device_that_stays_full_is_no_ranks():
+    memory = Memory(used=30, freed=0)
+    with pytest.raises(DeviceError, match=r"Ascend910B3.*70.0 of 100.0 GiB free"):
+        device_with(memory).reclaim(patience=0.2)
+    assert device_with(memory).reclaim(share=0.6) == 70 * 2**30
+    assert device_with(memory).memory() == (100 * 2**30, 70 * 2**30)
 
 
 def test_cpu_device_memory_and_dtype():
