@@ -161,6 +161,10 @@ class FitConfig:
     """What ranks compute on: npu, cuda or cpu. "auto": what the cluster has, in this order."""
     resource: str | None = None
     """Ray resource that a rank takes one of, where it is not the device's own (NPU, GPU; CPUs for device="cpu")."""
+    peak_flops: str = "auto"
+    """Dense FLOP/s of a device, in the compute dtype: what the mfu of the progress bar is a share of, and what the cost
+    figures of an accelerator scale with. "auto": by the name that the device gives itself. A number: of all devices.
+    Or changes to the table: "Ascend910B3=3.13e14, H20=1.48e14"."""
     workers: int | None = None
     """Ray actors, each with one accelerator (or CPU). Required on an existing cluster."""
     eval_data: Any = None
@@ -191,6 +195,13 @@ class FitConfig:
         found.choice("device", self.device, DEVICES)
         if self.resource is not None and (not isinstance(self.resource, str) or self.resource in ("", "CPU")):
             found.add(f"resource={self.resource!r} is not an accelerator's Ray resource", "set resource='NPU', or None")
+        try:
+            peak_table(self.peak_flops)
+        except ValueError as error:
+            found.add(
+                f"peak_flops={self.peak_flops!r}: {error}",
+                "write a number such as 3.13e14, or changes by device such as 'Ascend910B3=3.13e14'",
+            )
         found.choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         _check_parallel(found, self.parallel, self.workers)
         _check_data(found, self.data)
@@ -231,6 +242,29 @@ def column_map(columns: str) -> dict[str, str]:
         if ours in found:
             raise ValueError(f"{ours!r} is there twice")
         found[ours] = theirs
+    return found
+
+
+def peak_table(text: str) -> dict[str, float]:
+    """{part of a device's name: FLOP/s} of `FitConfig.peak_flops`; "" stands for any device; empty for "auto".
+
+    Raises:
+        ValueError: a piece that is neither a number above 0 nor a name with one.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"it is a {type(text).__name__}, not a string")
+    found: dict[str, float] = {}
+    for piece in filter(None, (p.strip() for p in text.split(","))):
+        if piece == "auto":
+            continue
+        name, _, word = (part.strip() for part in piece.rpartition("="))
+        try:
+            value = float(word)
+        except ValueError:
+            raise ValueError(f"{piece!r} is no number, and no name with one") from None
+        if not 0 < value < math.inf:
+            raise ValueError(f"{value} FLOP/s are not above 0")
+        found[name] = value
     return found
 
 

@@ -52,6 +52,7 @@ def examine(
     device: str = "auto",
     *,
     cluster: bool = False,
+    own_peak: str = "auto",
     environ: Mapping[str, str] = os.environ,
     devices: Path = Path("/dev"),
 ) -> Report:
@@ -60,6 +61,7 @@ def examine(
     Args:
         device: what the job will run on: "npu", "cuda", "cpu", or "auto" for what is found.
         cluster: also connect to the Ray cluster and look at its nodes.
+        own_peak: as `FitConfig.peak_flops`.
         environ: of this process.
         devices: folder of the device files.
     """
@@ -78,7 +80,7 @@ def examine(
         )
     if device == "npu":
         _cann(report, environ, versions)
-    _torch(report, device, counts)
+    _torch(report, device, counts, own_peak)
     _environment(report, device, environ)
     if cluster:
         _cluster(report)
@@ -152,12 +154,13 @@ def _cann_version(home: str | None) -> str:
     return ""
 
 
-def _torch(report: Report, device: str, counts: Mapping[str, int]) -> None:
+def _torch(report: Report, device: str, counts: Mapping[str, int], own_peak: str) -> None:
     import_torch()
     import torch
 
     from raycp.attention.kernels import kernel_for
     from raycp.training.device import Accelerator, resolve_device
+    from raycp.training.peak import peak_flops
 
     own = {"npu": "NPU", "cuda": "GPU"}
     if device != "cpu" and not counts[device]:
@@ -168,7 +171,7 @@ def _torch(report: Report, device: str, counts: Mapping[str, int]) -> None:
             used = Accelerator(spec, index)
             used.check()
             total, free = used.memory()
-            peak = used.peak_flops()
+            peak = peak_flops(used.sku, own_peak)
             speed = "peak unknown" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s bf16"
             if device != "cpu":
                 report.add(str(used.device), f"{used.sku}, {total / 2**30:.1f} GiB ({free / 2**30:.1f} free), {speed}")

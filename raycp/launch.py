@@ -33,6 +33,7 @@ from raycp.resolve import (
     rank_bytes,
     resolve_grid,
     state_bytes,
+    token_flops,
     world_limits,
 )
 from raycp.training.device import host_memory
@@ -105,6 +106,7 @@ def launch(
             say=display.say,
             watch=display.inside,
         )
+        display.count_flops(token_flops(setup.model_config, packs), runtime.peak)
         outcome = Controller(
             spec=spec,
             worlds=worlds,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycp.config import FitConfig
+from raycp.config import FitConfig, peak_table
 from raycp.errors import PlanError, Problem
 from raycp.plan import CostModel, GridChoice, RankGrid, choose_grid, ring_warning
 from raycp.plan.resize import WorldLimits
@@ -132,7 +132,7 @@ def cost_model(config: FitConfig, model: Any, *, device: str, itemsize: int) -> 
     """
     head_dim = _head_dim(model)
     return dataclasses.replace(
-        CostModel.named(config.parallel.cost, device=device),
+        CostModel.named(config.parallel.cost, device=device, peaks=peak_table(config.peak_flops)),
         head_dim=head_dim,
         value_dim=head_dim,
         itemsize=itemsize,
@@ -223,6 +223,21 @@ def _all_weights(model: Any) -> int:
     embedding = int(model.vocab_size) * int(model.hidden_size)
     tied = bool(getattr(model, "tie_word_embeddings", False))
     return int(model.num_hidden_layers) * _layer_weights(model) + embedding * (1 if tied else 2)
+
+
+def token_flops(model: Any, packs: Sequence[Sequence[int]]) -> float:
+    """FLOP that the model needs for a token, forward and backward, without what is computed again; for mfu.
+
+    Args:
+        model: transformers configuration.
+        packs: ends of the documents of typical packs: attention is causal inside each; a sliding window is left out.
+    """
+    heads, _ = _heads(model)
+    layers, dim = int(model.num_hidden_layers), _head_dim(model)
+    ends = [(a, b) for pack in packs for a, b in zip((0, *pack), pack, strict=False)]
+    pairs = sum((b - a) * (b - a + 1) / 2 for a, b in ends) / max(1, sum(b - a for a, b in ends))
+    linear = layers * _layer_weights(model) + int(model.hidden_size) * int(model.vocab_size)
+    return 3.0 * (2 * linear + layers * heads * 4 * dim * pairs)
 
 
 def state_bytes(model: Any, optimizer: str) -> int:

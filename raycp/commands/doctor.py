@@ -16,10 +16,17 @@ class Doctor:
     cluster: bool = False
     """Also lists the nodes of the Ray cluster (of RAY_ADDRESS, or the job's)."""
 
+    peak_flops: str = "auto"
+    """FLOP/s of a device where the table is wrong: a number, or "Ascend910B3=3.13e14"."""
+
     def run(self) -> int:
         """See `raycp.doctor.examine`."""
+        from raycp.config import FitConfig
         from raycp.doctor import examine
+        from raycp.errors import ConfigError
 
-        report = examine(self.device, cluster=self.cluster)
+        if problems := FitConfig(peak_flops=self.peak_flops).problems():
+            raise ConfigError.from_problems(problems)
+        report = examine(self.device, cluster=self.cluster, own_peak=self.peak_flops)
         print(report.text())
         return 1 if report.problems else 0

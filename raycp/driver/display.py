@@ -7,7 +7,7 @@ and says so). Costs one redraw per second at most.
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -35,6 +35,17 @@ class Display:
         )
         self._shown: dict[str, str] = {}
         self._last_inside = 0.0
+        self._token_flops = 0.0
+        self._peak: Callable[[], float | None] = lambda: None
+
+    def count_flops(self, per_token: float, peak: Callable[[], float | None]) -> None:
+        """Shows from now on what share of the devices' peak FLOP/s (mfu) steps reach.
+
+        Args:
+            per_token: FLOP that the model needs for a token.
+            peak: FLOP/s of all devices of the ranks that run; None where that is not known: nothing is shown.
+        """
+        self._token_flops, self._peak = per_token, peak
 
     def __enter__(self) -> Self:
         return self
@@ -70,6 +81,9 @@ class Display:
     def step(self, *, loss: float, tokens_per_second: float, lr: float, data_share: float = 0.0) -> None:
         """One step is done; `data_share` of its time the slowest rank waited for data."""
         self._shown = {"loss": f"{loss:.4f}", "tokens/s": f"{tokens_per_second:,.0f}", "lr": f"{lr:.2e}"}
+        peak = self._peak()
+        if peak:
+            self._shown["mfu"] = f"{tokens_per_second * self._token_flops / peak:.1%}"
         self._shown["data wait"] = f"{data_share:.1%}"
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update(1)

@@ -15,6 +15,7 @@ from raycp.driver.keepers import Keepers
 from raycp.driver.membership import Member, Membership
 from raycp.driver.store import open_store
 from raycp.training.manifest import Manifest
+from raycp.training.peak import peak_flops
 from workers.memory_reader import MemoryPoint
 from workers.messages import Probe, RunSpec
 from workers.wire import KeeperAddress
@@ -137,6 +138,7 @@ class RayRuntime:
         self._secret = secret
         self._checkpoints = checkpoints
         self._watch = watch
+        self._skus: list[str] = []
         self.fleet: FleetLike = Fleet(spec, cluster, say)
 
     @property
@@ -150,6 +152,7 @@ class RayRuntime:
         return self._cluster.started_here
 
     def ranks(self, members: Sequence[Member], generation: int, *, is_stopped: Callable[[Member], bool]) -> RanksLike:
+        self._skus = [m.probe.sku for m in members]
         return Membership(
             members,
             generation=generation,
@@ -157,6 +160,12 @@ class RayRuntime:
             watch=self._watch,
             is_stopped=is_stopped,
         )
+
+    def peak(self) -> float | None:
+        """FLOP/s of the devices of all ranks that run, by `FitConfig.peak_flops`; None where one is not known."""
+        peaks = [peak_flops(sku, self._spec.config.peak_flops) for sku in self._skus]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if len(known) == len(peaks) > 0 else None
 
     def open_store(self) -> Any:
         return open_store(self._cluster.driver_address)

@@ -6,7 +6,7 @@ your own and pass them where the choice matters.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -80,13 +80,15 @@ class CostModel:
                 )
 
     @classmethod
-    def named(cls, text: str, *, device: str) -> "CostModel":
+    def named(cls, text: str, *, device: str, peaks: Mapping[str, float] | None = None) -> "CostModel":
         """The figures of a device, with changes.
 
         Args:
             text: "auto", or the name of a table of `TABLES`; then any number of changes, all separated by commas:
                 "910b, bandwidth=5.6e10, links=1".
             device: "cpu", "cuda" or "npu": what "auto" means.
+            peaks: {part of a device's name: its peak FLOP/s} where the user knows better than `PEAKS`: `flops` of a
+                table scales with the one for its device, of several with the lowest. "": any device.
 
         Raises:
             PlanError: no such table, or no such figure.
@@ -112,7 +114,12 @@ class CostModel:
             default = figures[key].default
             whole = isinstance(default, int) and not isinstance(default, bool) and number == int(number)
             values[key] = bool(number) if isinstance(default, bool) else int(number) if whole else number
-        return replace(TABLES[table], **values)  # type: ignore[arg-type]
+        base = TABLES[table]
+        if table in PEAKS:
+            sku, usual = PEAKS[table]
+            own = [peak for name, peak in (peaks or {}).items() if name.lower() in sku or sku in name.lower()]
+            base = replace(base, flops=base.flops * min(own, default=usual) / usual)
+        return replace(base, **values)  # type: ignore[arg-type]
 
     def on_nodes(self, ranks: Sequence[int]) -> "CostModel":
         """The figures of a placement: `ranks_per_node` is what its nodes have in common.
@@ -215,6 +222,8 @@ cpu: measured (one core of a server with AVX-512, fp32, 8 heads of 64, slices of
 nodes. a100, h100: NVLink as rings reach it, InfiniBand of 200 and 400 Gb/s. Latencies and call overheads of
 accelerators are typical values, not measured.
 """
+PEAKS = {"910b": ("ascend910b", 354e12), "a100": ("a100", 312e12), "h100": ("h100", 989e12)}
+"""Device that a table is of, in its own words, and the peak FLOP/s that the table's `flops` were told from."""
 _DEVICES = {"cpu": "cpu", "cuda": "h100", "npu": "910b"}
 
 

@@ -73,32 +73,6 @@ _TABLE = {
     "cpu": DeviceSpec("cpu", "gloo", None, None, "float32"),
 }
 
-PEAK_FLOPS: Mapping[str, float] = {
-    "Ascend910B": 354e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "V100": 125e12,
-}
-"""Dense bf16 (V100: fp16) FLOP/s by a part of the name that the device gives itself; the longest part that fits counts.
-
-NVIDIA: data sheets, without sparsity. Ascend910B: the figure that MindSpeed-LLM and verl count with; its SKUs differ
-(910B2: 353e12 by its cores and clock, 301 to 315e12 measured; one listing says 280e12), so measure and override yours:
-`peak_flops(name, {**PEAK_FLOPS, "Ascend910B3": 3.13e14})`.
-"""
-
-
-def peak_flops(sku: str, table: Mapping[str, float] = PEAK_FLOPS) -> float | None:
-    """Peak FLOP/s of a device by its name; None: the table has no such device."""
-    fitting = [part for part in table if part.lower() in sku.lower()]
-    return table[max(fitting, key=len)] if fitting else None
-
 
 def resolve_device(
     name: str, nodes: Sequence[tuple[str, Mapping[str, float]]], *, resource: str | None = None
@@ -253,10 +227,6 @@ class Accelerator:
     def sku(self) -> str:
         """What the device calls itself; "cpu" for a CPU."""
         return str(self.module.get_device_name(self.device)) if self.spec.is_accelerator else "cpu"
-
-    def peak_flops(self, table: Mapping[str, float] = PEAK_FLOPS) -> float | None:
-        """Peak FLOP/s of this SKU; None where the table does not have it."""
-        return peak_flops(self.sku, table)
 
     def memory(self) -> tuple[int, int]:
         """(total, free) bytes of the device; of the host for a CPU."""

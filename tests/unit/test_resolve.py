@@ -13,6 +13,7 @@ from raycp.resolve import (
     needs_checkpointing,
     resolve_grid,
     resolve_workers,
+    token_flops,
 )
 
 
@@ -161,3 +162,36 @@ def test_checkpointing_is_chosen_by_memory_on_cpu() -> None:
     assert not auto(24 << 30)
     assert auto(2 << 30)
     assert auto(24 << 30, accelerator=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "device", "factor"),
+    [
+        ("auto", "npu", 1.0),
+        ("1.77e14", "npu", 0.5),
+        ("Ascend910B3=1.77e14", "npu", 0.5),
+        ("Ascend910B3=1.77e14, Ascend910B2=3.54e14", "npu", 0.5),
+        ("Ascend910B3=1.77e14", "cuda", 1.0),
+        ("1e12", "cpu", 1.0),
+    ],
+)
+def test_the_cost_figures_scale_with_the_peak_that_the_user_gives(own: str, device: str, factor: float) -> None:
+    usual, mine = (
+        cost_model(FitConfig(peak_flops=text), TinyModel(), device=device, itemsize=2).flops for text in ("auto", own)
+    )
+    assert mine == pytest.approx(factor * usual)
+    given = FitConfig(peak_flops=own, parallel=ParallelConfig(cost="flops=1e13"))
+    assert cost_model(given, TinyModel(), device=device, itemsize=2).flops == 1e13
+
+
+class WordyModel(TinyModel):
+    vocab_size = 512
+
+
+def test_flop_of_a_token() -> None:
+    model = WordyModel()
+    whole, halves = (token_flops(model, [ends]) for ends in ([1000], [500, 1000]))
+    heads, layers = model.num_attention_heads, model.num_hidden_layers
+    dim = model.hidden_size // heads
+    assert whole - halves == pytest.approx(3 * layers * heads * 4 * dim * (1001 - 501) / 2)
+    assert token_flops(model, []) == pytest.approx(halves - 3 * layers * heads * 4 * dim * 501 / 2)

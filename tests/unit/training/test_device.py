@@ -9,14 +9,12 @@ import pytest
 
 from raycp.errors import ClusterError, ConfigError, DeviceError
 from raycp.training.device import (
-    PEAK_FLOPS,
     Accelerator,
     compute_dtype,
     device_memory,
     host_memory,
     local_accelerators,
     local_index,
-    peak_flops,
     resolve_device,
     torch_device,
 )
@@ -112,25 +110,6 @@ def test_a_gpu_that_is_not_there_is_an_error_and_not_a_cpu_run():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ClusterError, match="which sees 0"):
         torch_device(resolve_device("cuda", one({"GPU": 1})), 0)
-
-
-@pytest.mark.parametrize(
-    ("sku", "want"),
-    [
-        ("Ascend910B3", 354e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("a toaster", None),
-    ],
-)
-def test_peak_flops(sku, want):
-    assert peak_flops(sku) == want
-
-
-def test_a_user_may_know_better():
-    assert peak_flops("Ascend910B3", {**PEAK_FLOPS, "Ascend910B3": 3.13e14}) == 3.13e14
-    assert peak_flops("Ascend910B2", {**PEAK_FLOPS, "Ascend910B3": 3.13e14}) == 354e12
 
 
 def test_the_interface_on_a_cpu():

@@ -1,0 +1,17 @@
+"""What a person sees of a run."""
+
+import io
+
+import pytest
+
+from raycp.driver.display import Display
+
+
+@pytest.mark.parametrize(("peak", "shown"), [(4e12, "mfu=25.0%"), (None, None)])
+def test_the_share_of_the_peak_is_shown_where_the_peak_is_known(peak: float | None, shown: str | None) -> None:
+    screen = io.StringIO()
+    with Display(total_steps=1, file=screen) as display:
+        display.count_flops(1e9, lambda: peak)
+        display.step(loss=1.0, tokens_per_second=1000.0, lr=0.1)
+    assert ("mfu" in screen.getvalue()) == (shown is not None)
+    assert shown is None or shown in screen.getvalue()
