@@ -252,6 +252,8 @@ class Controller:
     def _train(self, done: int) -> int:
         """Runs steps until the end, a stop, or a larger world. Returns the steps that are done."""
         total = self._spec.total_steps
+        if done >= total:  # its checkpoint was not committed when a rank, or the driver, was lost
+            self._saving.save_now(done)
         self._evaluate_if_due(done)
         for step in range(done + 1, total + 1):
             self._one_step(step)
@@ -325,7 +327,7 @@ class Controller:
         export: Path | None = None
         checkpoint = self._checkpoints.newest
         local = Storage.of(checkpoint).local_path() if checkpoint is not None else None
-        if step >= self._spec.total_steps and checkpoint is not None:
+        if step >= self._spec.total_steps and checkpoint is not None and self._checkpoints.newest_step == step:
             export = self._export(step, checkpoint)
         status = "finished" if export is not None else "stopped"
         self._picture()

@@ -39,7 +39,7 @@ class Fault:
 
     `kind`: "die" (the rank's process), "node" (all processes of its node, and its keeper), "freeze" (silent until it is
     killed), "raise" (an error of its own), "fatal" (one that comes again), "damaged" (what it
-    read from storage), "keeper" (of its node).
+    read from storage), "keeper" (of its node), "copy" (its copies fail until it is attached to a keeper again).
     """
 
     where: str
@@ -71,6 +71,7 @@ class Process:
     pid: int
     alive: bool = True
     frozen: bool = False
+    uncopied: str = ""
     generation: int = 0
     rank: int = -1
     state: str | None = None
@@ -89,9 +90,11 @@ class Process:
     def do_join(self, rendezvous: Rendezvous) -> None:
         assert rendezvous.generation > self.generation, "a generation is used once"
         self.generation, self.rank, self.state = rendezvous.generation, rendezvous.rank, None
+        self.uncopied = ""
 
     def do_attach(self, generation: int, keeper: KeeperAddress, secret: bytes) -> None:
         self.accept(generation)
+        self.uncopied = ""
 
     def do_build(self, generation: int, *, initialise: bool, recompute: bool) -> None:
         self.accept(generation)
@@ -111,7 +114,7 @@ class Process:
         assert self.state is not None
         assert request.step == self.step_done + 1, f"step {request.step} after {self.step_done}"
         self.state, self.step_done = after(self.state, request.step, request.pack_ids), request.step
-        if request.snapshot:
+        if request.snapshot and not self.uncopied:
             self.world.seal(self, request.step)
         return StepReport(
             generation=request.generation,
@@ -125,6 +128,7 @@ class Process:
             targets=8,
             seconds=1.0,
             remote_blocks_held=0,
+            copy_problem=self.uncopied,
         )
 
     def do_snapshot(self, generation: int, step: int) -> None:
@@ -347,6 +351,8 @@ class FakeRanks:
                     self.world.lose_node(member.probe.node_id)
                 case "freeze":
                     member.actor.frozen = True
+                case "copy":
+                    member.actor.uncopied = "the keeper left: scripted"
                 case "keeper":
                     if self.world.memory is not None:
                         self.world.memory.lose(member.probe.node_id)

@@ -17,9 +17,10 @@ from raycp.driver.controller import Controller, Outcome, RunState
 from raycp.driver.display import Display
 from raycp.driver.formation import Formation
 from raycp.driver.record import RunRecord
+from raycp.driver.saving import Saving
 from raycp.driver.signals import StopSignal
 from raycp.driver.worlds import World, Worlds
-from raycp.errors import StaleGenerationError, WorkerError
+from raycp.errors import CheckpointError, StaleGenerationError, WorkerError
 from raycp.events import EventLog, read_events
 from raycp.plan import CostModel, GridChoice, RankGrid
 from raycp.plan.resize import WorldLimits
@@ -303,6 +304,23 @@ def test_a_lost_keeper_is_replaced_and_costs_no_step(tmp_path: Path) -> None:
     assert "attaching to the keepers" in cluster.calls
 
 
+def test_a_copy_that_was_not_made_is_told_and_tried_again_and_a_later_loss_costs_no_more_than_ever(
+    tmp_path: Path,
+) -> None:
+    """No step was committed any more, and nobody said so: the next loss took all of them."""
+    cluster = FakeCluster(TWO_NODES, [Fault("step 3", 0, "copy", rank=1), Fault("step 6", 0, "die", rank=2)])
+    run = Run(tmp_path, cluster, checkpoint_every=100)
+    run()
+    check_complete(tmp_path, run)
+    (failed,) = named(tmp_path, "snapshot_failed")
+    assert (failed["rank"], failed["cause"], failed["step"]) == (1, "the keeper left: scripted", 2)
+    assert "the copy of rank 1 in memory was not made, and is tried again: the keeper left" in run.screen.getvalue()
+    assert "attaching to the keepers" in cluster.calls
+    assert named(tmp_path, "keeper_lost") == []
+    (found,) = named(tmp_path, "recovered")
+    assert (found["source"], found["step"], found["steps_lost"], found["steps_redone"]) == ("memory", 5, 0, 1)
+
+
 def test_both_nodes_of_a_pair_lost_go_back_to_the_checkpoint_and_say_how_many_steps(tmp_path: Path) -> None:
     cluster = FakeCluster(
         {"a": 2, "b": 2, "c": 4}, [Fault("step 6", 0, "node", rank=0), Fault("step 6", 0, "node", rank=3)]
@@ -450,6 +468,48 @@ def test_a_newer_step_on_storage_is_taken_before_an_older_one_in_memory(
     again()
     assert named(tmp_path, "recovered")[-1]["source"] == "checkpoint"
     assert again.cluster.exported == (TOTAL, truth())
+
+
+def test_a_rank_lost_while_the_last_step_is_saved_does_not_export_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was restored from memory, nothing was left to do, and the checkpoint of step 3 was exported as the result."""
+    persist = FakeKeepers.persist
+
+    def refuses(keepers: FakeKeepers, manifest: Any, folder: str, *, commit: bool = False) -> Any:
+        if manifest.step < TOTAL:
+            return persist(keepers, manifest, folder, commit=commit)
+        monkeypatch.setattr(FakeKeepers, "persist", persist)
+        raise CheckpointError("held by no keeper", fix="write a newer step")
+
+    monkeypatch.setattr(FakeKeepers, "persist", refuses)
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault(f"checkpoint of step {TOTAL}", 0, "die")]))
+    assert run().status == "finished"
+    check_complete(tmp_path, run)
+    assert [e["source"] for e in named(tmp_path, "recovered")] == ["memory"]
+
+
+def test_a_driver_that_finds_the_last_step_in_memory_saves_and_exports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "stopped", and ended the keepers with the only copy."""
+    cluster = FakeCluster(TWO_NODES)
+    run = Run(tmp_path, cluster)
+
+    def killed(saving: Saving, step: int) -> None:
+        saving.make_safe(step)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saving, "save_now", killed)
+        patch.setattr(Saving, "last_words", lambda saving, **_: setattr(saving, "_unsaved", True))
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    cluster.workers, cluster.closed = [], False
+    again = Run(tmp_path, cluster)
+    again.checkpoints.manifests = run.checkpoints.manifests
+    assert again().status == "finished"
+    check_complete(tmp_path, again)
 
 
 def test_a_last_checkpoint_that_is_damaged_is_written_again_and_not_exported(tmp_path: Path) -> None:
