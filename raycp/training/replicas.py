@@ -7,6 +7,7 @@ on CPUs in rank order, so they are the same bits on every rank and in every run.
 gradients in fp32, and the receive buffers of two layers while their sums are under way.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -115,7 +116,16 @@ class Replicas:
             self.rest()
 
     def _hook(self, n: int) -> Callable[[torch.Tensor], None]:
-        return lambda parameter: self._add(n, parameter)
+        me = weakref.ref(
+            self
+        )  # autograd holds hooks where the garbage collector does not see them: no cycle through it
+
+        def add(parameter: torch.Tensor) -> None:
+            replicas = me()
+            if replicas is not None:
+                replicas._add(n, parameter)
+
+        return add
 
     @torch.no_grad()
     def _add(self, n: int, parameter: torch.Tensor) -> None:
