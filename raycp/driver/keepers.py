@@ -45,6 +45,8 @@ __all__ = ["Collected", "Flush", "KeeperLost", "Keepers", "MemoryPoint"]
 ORDER_SECONDS = 10.0
 """How long a keeper may take to answer an order."""
 COMMIT_SECONDS = 2.0
+LOOK_SECONDS = 0.2
+"""How long Ray may take to say that a keeper has died."""
 POLL_SECONDS = 5.0
 """Length of one long poll."""
 UNAVAILABLE_SECONDS = 3.0
@@ -323,11 +325,12 @@ class Keepers:
 
     def unreachable(self, seconds: float, suspects: Collection[str] = ()) -> list[str]:
         """Nodes whose keeper has died, and those of `suspects` whose keeper does not answer within `seconds`: they are
-        gone or cut off. A keeper elsewhere that is merely slow holds copies that nobody should give up.
+        gone or cut off. A keeper elsewhere that is merely slow holds copies that nobody should give up, or wait for.
         """
         with self._lock:
             calls = {n: on(h, "address", CONTROL).remote() for n, h in self._handles.items()}
-        answers = answers_of(calls, seconds)
+        answers = answers_of({n: c for n, c in calls.items() if n in suspects}, seconds)
+        answers |= answers_of({n: c for n, c in calls.items() if n not in answers}, LOOK_SECONDS)
         died = {
             n for n, a in answers.items() if isinstance(a, RayActorError) and not isinstance(a, ActorUnavailableError)
         }

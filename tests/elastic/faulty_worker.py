@@ -69,6 +69,40 @@ class FrozenLoader(_Faulty):
         super().build(generation, initialise=initialise, recompute=recompute)
 
 
+class UncopiedWorker(_Faulty):
+    """The connection to its keeper breaks before step `FAULT_STEP`, whose copy and the next one are not made, since the
+    driver hears of it with the next report. When the copy after these is made, it dies.
+    """
+
+    def step(self, request: StepRequest) -> StepReport:
+        if request.step == FAULT_STEP + 3 and self._marker.exists() and self._snapshots is not None:
+            here = self._require_groups(request.generation).rendezvous
+            if (here.rank, request.generation) == (FAULT_RANK, 1):
+                self._snapshots.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(request)
+
+    def fault(self, request: StepRequest) -> StepReport:
+        snapshots = self._require(self._snapshots)
+        snapshots.wait()
+        snapshots._connected().close()
+        return super().step(request)
+
+
+class DyingWriter(TrainWorker):
+    """SIGKILL in a step, while keepers write an earlier one to storage (`tests.elastic.slow_keeper`)."""
+
+    def step(self, request: StepRequest) -> StepReport:
+        folder = Path(self._spec.output_dir)
+        rank = self._require_groups(request.generation).rendezvous.rank
+        if request.step == FAULT_STEP + 1 and rank == FAULT_RANK and not (folder / "fault-happened").exists():
+            while not (folder / "writing").exists():
+                time.sleep(0.01)
+            (folder / "fault-happened").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(request)
+
+
 class DivergingWorker(_Faulty):
     """A parameter becomes NaN, after the copy of the step before was made."""
 

@@ -9,10 +9,11 @@ import pytest
 import ray
 
 import raycp
-from raycp.driver import fleet
+from raycp.driver import fleet, keeper_calls
 from raycp.events import read_events
 from tests.elastic import faulty_worker
 from tests.elastic.runs import STEPS, config, make_folder, pack_ids
+from tests.elastic.slow_keeper import SLOW_SECONDS, SlowKeeper
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,41 @@ def test_a_rank_that_freezes_while_it_loads_is_seen_by_heartbeat_timeout(
     (recovered,) = result.recoveries
     assert "no answer from its control thread" in recovered["causes"][0]["cause"]
     assert 4.0 <= recovered["seconds"]["detect"] < 8.0
+
+
+def test_a_copy_that_was_not_made_is_tried_again_and_a_later_loss_costs_no_more_than_ever(
+    unbroken: raycp.FitResult, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step was committed any more, and nobody said so: the next loss took all of them."""
+    monkeypatch.setattr(fleet, "TrainWorker", faulty_worker.UncopiedWorker)
+    result = raycp.fit(**inputs, output_dir=tmp_path, config=config(spares=1, checkpoint_every=100))
+    check(result, unbroken, same_world=True)
+    (failed,) = events(tmp_path, "snapshot_failed")
+    assert failed["rank"] == faulty_worker.FAULT_RANK
+    assert failed["step"] == faulty_worker.FAULT_STEP - 1
+    assert "the keeper of node" in failed["cause"]
+    assert events(tmp_path, "keeper_lost") == []
+    (recovered,) = result.recoveries
+    assert (recovered["source"], recovered["steps_lost"]) == ("memory", 0)
+    assert recovered["steps_redone"] <= 2
+
+
+def test_a_slow_keeper_neither_stalls_the_run_nor_is_taken_for_a_dead_one(
+    unbroken: raycp.FitResult, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first loss while it wrote, the driver gave it up, and with it the newest copies."""
+    monkeypatch.setattr(fleet, "TrainWorker", faulty_worker.DyingWriter)
+    monkeypatch.setattr(keeper_calls, "Keeper", SlowKeeper)
+    result = raycp.fit(**inputs, output_dir=tmp_path, config=config(spares=1))
+    check(result, unbroken, same_world=True)
+    assert events(tmp_path, "keeper_lost", "snapshot_failed", "checkpoint_failed") == []
+    (recovered,) = result.recoveries
+    assert (recovered["source"], recovered["steps_lost"]) == ("memory", 0)
+    assert recovered["seconds"]["fence"] < 1.5, "its node has a rank that lives: nobody waits for it"
+    assert max(e["stall_seconds"] for e in events(tmp_path, "snapshot")) < SLOW_SECONDS / 3
+    order = [(e["event"], e["step"]) for e in events(tmp_path, "step", "checkpoint")]
+    assert order[-1] == ("checkpoint", STEPS)
+    assert order.index(("step", STEPS - 1)) < order.index(("checkpoint", 4)), "steps went on while it wrote"
 
 
 def test_a_planted_stale_state_after_recovery_is_seen_by_the_comparison(
