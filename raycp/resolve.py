@@ -9,8 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycp.config import FitConfig, peak_table
+from raycp.config import FitConfig
 from raycp.errors import PlanError, Problem
+from raycp.peaks import peak_table
 from raycp.plan import CostModel, GridChoice, RankGrid, choose_grid, ring_warning
 from raycp.plan.resize import WorldLimits
 from raycp.training.device import local_accelerators

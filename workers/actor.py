@@ -56,7 +56,7 @@ from workers.process_groups import ProcessGroups
 from workers.progress import Progress
 from workers.snapshot import SnapshotWriter
 from workers.step import NonFiniteError, TrainState, run_evaluation, run_step
-from workers.storage import storage_fix
+from workers.storage import shared_folder_problems, storage_fix
 from workers.wire import KeeperAddress
 
 _R = TypeVar("_R")
@@ -95,7 +95,7 @@ class TrainWorker:
         context = ray.get_runtime_context()
         ids = context.get_accelerator_ids()
         resource = self._spec.device.ray_resource
-        problems = [*_shared_folder_problems(nonce_path, nonce), *self._model_problems()]
+        problems = [*shared_folder_problems(nonce_path, nonce), *self._model_problems()]
         memory, sku, unfit = 0, "", False
         try:
             used = self._accelerator()
@@ -483,22 +483,3 @@ def _is_communication(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         word in text for word in ("gloo", "connection closed", "connection reset", "broken pipe", "nccl", "hccl")
     )
-
-
-def _shared_folder_problems(nonce_path: str, nonce: str) -> list[tuple[str, str]]:
-    path = Path(nonce_path)
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        if path.exists():
-            found = path.read_text()
-            if found == nonce:
-                return []
-        time.sleep(0.25)
-    folder = path.parent.parent
-    return [
-        (
-            f"output_dir {folder} is not the driver's folder there: the file {path.name} that the driver wrote "
-            + ("has other content" if path.exists() else "is missing"),
-            "give an output_dir on storage that all nodes share (NFS, Lustre, a mounted bucket)",
-        )
-    ]

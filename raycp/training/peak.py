@@ -6,7 +6,7 @@ mfu of a run, `raycp doctor` and the cost figures. Imports no torch.
 
 from collections.abc import Mapping
 
-from raycp.config import peak_table
+from raycp.peaks import peak_table
 
 PEAK_FLOPS: Mapping[str, float] = {
     "Ascend910B": 354e12,
