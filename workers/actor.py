@@ -222,7 +222,7 @@ class TrainWorker:
             self._eval = None
             if spec.evaluation is not None:
                 self._eval = self._open(spec.evaluation, groups, trainee.layers, keep=False)
-            groups.learn_ports()
+            groups.warm()  # a model whose state is replicated has groups of its own
             gc.collect()
             gc.freeze()
 

@@ -57,6 +57,7 @@ class ProcessGroups:
         self._ports_before = ports_before
         self._ports: frozenset[int] = frozenset()
         self._aborted = False
+        self._warmed: list[dist.ProcessGroup] = []
 
     @classmethod
     def create(
@@ -118,21 +119,21 @@ class ProcessGroups:
         """One all-reduce on every group, in one order on all ranks, so that their connections exist. Collective.
 
         With another back end than gloo, whose pairs are connected from the start, each pair of ranks that will exchange
-        rows sends a first message too (`raycp.attention.warm`).
+        rows sends a first message too (`raycp.attention.warm`). Call it again when groups were made since, such as a
+        mesh of a model's: those are warmed then.
         """
-        for group in self._all():
+        new = [group for group in self._all() if group not in self._warmed]
+        for group in new:
             self._all_reduce(group)
-        if not self._is_gloo:
+        if not self._is_gloo and not self._warmed:
             warm_pairs(self.attention, torch.device(self.mesh.device_type))
-        self.learn_ports()
-        for group in self._all():
+        self._learn_ports()
+        for group in new:
             _set_pg_timeout(timedelta(seconds=self.rendezvous.timeout), group)
+        self._warmed += new
 
-    def learn_ports(self) -> None:
-        """Publishes this rank's gloo ports and learns the peers'. Collective.
-
-        `abort` cuts connections on these ports: call it again when groups were made after `warm` (a mesh of a model).
-        """
+    def _learn_ports(self) -> None:
+        """Publishes this rank's gloo ports and learns the peers', on which `abort` cuts connections. Collective."""
         mine = sorted(listening_ports() - self._ports_before)
         everyone: list[Any] = [None] * self.rendezvous.grid.world_size
         dist.all_gather_object(everyone, mine)
@@ -154,6 +155,7 @@ class ProcessGroups:
     def destroy(self) -> None:
         """Drops every group. Call `abort` first unless all ranks are known to be idle."""
         self._mesh = self._attention = None
+        self._warmed = []
         gc.collect()
         # DTensor remembers results of its operators by equal meshes, and would hand out those of this generation later
         # on, with the place that this rank has in it.
@@ -196,11 +198,12 @@ class ProcessGroups:
     def _is_gloo(self) -> bool:
         return not dist.is_initialized() or dist.get_backend() == "gloo"
 
-    def _all(self) -> list[dist.ProcessGroup | None]:
-        """Every group of this rank, None for the default one, in one order on all ranks."""
-        return [None, *(self._attention.process_groups if self._attention is not None else ())]
+    @staticmethod
+    def _all() -> list[dist.ProcessGroup]:
+        """Every group that this rank is a member of, whoever made it, in the order in which all ranks made them."""
+        return list(_world.pg_map)
 
-    def _all_reduce(self, group: dist.ProcessGroup | None) -> None:
+    def _all_reduce(self, group: dist.ProcessGroup) -> None:
         one = torch.ones(1, device=self.mesh.device_type)
         dist.all_reduce(one, group=group)
         size = dist.get_world_size(group)
@@ -221,13 +224,10 @@ def _forget_attempt() -> None:
     _world.group_count = 0
 
 
-def backends_of(groups: Sequence[dist.ProcessGroup | None]) -> dict[str, Abortable]:
-    """Back ends that can be aborted, by a name for the log; None stands for the default group."""
+def backends_of(groups: Sequence[dist.ProcessGroup]) -> dict[str, Abortable]:
+    """Back ends that can be aborted, by a name for the log."""
     found: dict[str, Abortable] = {}
-    for number, group in enumerate(groups):
-        pg = group if group is not None else dist.group.WORLD
-        if pg is None:
-            continue
+    for number, pg in enumerate(groups):
         device = min(pg._device_types, key=lambda d: d.type == "cpu")  # gloo names itself for several devices
         backend = pg._get_backend(device)
         if hasattr(backend, "abort"):

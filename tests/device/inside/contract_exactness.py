@@ -16,7 +16,7 @@ from tests.device.inside.contract_golden import MUTANTS, _Mutant
 from tests.device.inside.documented_op import DocumentedOp
 from tests.device.inside.world import CPU, npu_kernel, version
 from tests.unit.attention.cases import TOLERANCE, Case, errors, run_in_memory
-from tests.unit.attention.test_exactness import HEADS, MASKS, PACK, _lengths
+from tests.unit.attention.test_exactness import HEADS, MASKS, PACK, pack_lengths
 from tests.unit.attention.test_exactness import SCHEDULES as GRIDS
 
 # The grids alone leave ring or all-gather to "auto".
@@ -37,7 +37,7 @@ def test_every_schedule(name: str) -> None:
     for n, mask in enumerate(MASKS):
         num_heads, num_kv_heads = heads[n % len(heads)]
         case = Case(
-            _lengths(rng),
+            pack_lengths(rng),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=8,

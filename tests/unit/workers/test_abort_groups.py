@@ -15,13 +15,16 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_every_group_of_a_process_is_found() -> None:
     code = (
         "import torch.distributed as dist\n"
-        "from workers.process_groups import backends_of\n"
+        "from raycp.training.mesh import build_mesh, replicated\n"
+        "from workers.process_groups import ProcessGroups, backends_of\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "other = dist.new_group([0])\n"
-        "print(sorted(backends_of([None, other])))\n"
+        "print(sorted(backends_of(ProcessGroups._all())))\n"
+        "mesh = replicated(build_mesh(1, 'cpu'))\n"
+        "print({g.group_name for g in mesh.get_all_groups()} <= {g.group_name for g in ProcessGroups._all()})\n"
     )
     done = run(code)
-    assert done.stdout.strip() == "['group 0', 'group 1']", done.stderr
+    assert done.stdout.splitlines() == ["['group 0', 'group 1']", "True"], done.stderr
 
 
 def test_a_process_whose_groups_are_stuck_ends_itself_and_says_which() -> None:
