@@ -9,7 +9,8 @@ has to be counted once, in order.
 
 Ray Train's `TorchTrainer` trains the same model on the same number of tokens a step, data parallel, with a checkpoint
 every 20 steps. Its next step is the first one after the restart, though that is an old step computed again; *back*
-is when it has reached the step that it was in.
+is when it has reached the step that it was in. Each of our rows stands beside the peer's under the same fault: a rank
+killed, or a node. One command runs all of it and prints one table.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -297,15 +298,23 @@ def bar_of(fault: Fault, found: Found) -> tuple[float, str]:
     return before + fault.beyond + found.step, f"{words}{fault.beyond:g} s + one step"
 
 
-def show_faults(report: Report, faults: Sequence[Fault], found: dict[str, Found]) -> None:
-    """The table of our rows, and their bars."""
+def show_faults(
+    report: Report, faults: Sequence[Fault], found: Mapping[str, Found], peers: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """The table: our rows, each with what became of the peer under the same fault; then the bars."""
     rows: list[list[object]] = []
-    for name, f in found.items():
+    for fault in faults:
+        f = found[fault.name]
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in f.recovered["seconds"].items())
-        redone = f.recovered["steps_redone"]
-        rows.append([name, f.seen, f.next_step, f.step, f.lost, redone, f.grown if f.grown is not None else "", phases])
-    print("seconds from the fault; seconds by phase of the recovery")
-    table(("fault", "seen", "next step", "one step", "lost", "redone", "grown back", "phases"), rows)
+        ours = [f.seen, f.next_step, bar_of(fault, f)[0], f.step, f.lost, f.recovered["steps_redone"], f.grown or ""]
+        peer = peers.get(peer_of(fault))
+        theirs = [""] * 5 if peer is None else [peer[k] for k in ("next_step", "back", "step", "lost")]
+        ratio = [] if peer is None else [peer["next_step"] / f.next_step]
+        rows.append([fault.name, *ours, *theirs, *ratio, phases])
+    print("ours, then Ray Train's (RT); seconds from the fault; RT / ours: of the next step; ours by phase")
+    columns = ("fault", "seen", "next step", "bar", "one step", "lost", "redone", "grown back")
+    peer_columns = ("RT next step", "RT back", "RT one step", "RT lost", "RT / ours")
+    table((*columns, *peer_columns, "phases"), rows)
     for fault in faults:
         f = found[fault.name]
         bar, words = bar_of(fault, f)
@@ -340,6 +349,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--driver", metavar="FILE", help=argparse.SUPPRESS)
     options.add_argument("--only", nargs="+", default=None, help="rows whose name contains one of these words")
+    options.add_argument("--without-peer", action="store_true", help="leave Ray Train out")
     options.add_argument("--folder", help="where runs and logs are kept; default: a temporary folder")
     arguments = options.parse_args()
     if arguments.driver:
@@ -355,42 +365,59 @@ def main() -> int:
         root.mkdir(parents=True, exist_ok=True)
         inputs = make_inputs(root)
         runs: dict[str, list[dict[str, Any]]] = {}
+        happened: list[Fault] = []
+        found: dict[str, Found] = {}
         for name, (spares, faults) in RUNS.items():
             chosen = [f for f in faults if wanted(f.name)][: 1 if arguments.quick else None]
             if not chosen or (arguments.quick and runs):
                 continue
-            runs[name], found = run_ours(root / name.replace(" ", "-"), inputs, spares=spares, faults=chosen)
-            show_faults(report, chosen, found)
+            runs[name], led_to = run_ours(root / name.replace(" ", "-"), inputs, spares=spares, faults=chosen)
+            happened += chosen
+            found |= led_to
+        unbroken: list[dict[str, Any]] = []
         if runs:
             longest = max(last_step(events) for events in runs.values())
             unbroken, _ = run_ours(root / "unbroken", inputs, until=longest)
-            for name, events in runs.items():
-                show_losses(report, name, events, unbroken)
-        if not arguments.quick:
-            show_peers(root, wanted)
+        peers = {} if arguments.without_peer else run_peers(report, root, {peer_of(fault) for fault in happened})
+        show_faults(report, happened, found, peers)
+        for name, events in runs.items():
+            show_losses(report, name, events, unbroken)
     return report.end()
 
 
-def show_peers(root: Path, wanted: Callable[[str], bool]) -> None:
-    """The table of the peer."""
-    peers: dict[str, dict[str, Any]] = {
-        "TorchTrainer, rank 2 killed": {"workers": 4, "whole": False},
-        "TorchTrainer, node with rank 3 killed, 4 -> 2": {"workers": [2, 4], "whole": True},
-    }
-    peers = {n: how for n, how in peers.items() if wanted(n)}
-    if not peers:
-        return
+RANK_KILLED, NODE_KILLED = "rank 2 killed", "node with rank 3 killed, 4 -> 2"
+PEERS: dict[str, dict[str, Any]] = {
+    RANK_KILLED: {"workers": 4, "whole": False},
+    NODE_KILLED: {"workers": [2, 4], "whole": True},
+}
+"""What happens to the peer. It has no spares; and what is frozen it never sees, but for the time-out of gloo."""
+
+
+def peer_of(fault: Fault) -> str:
+    """The same fault among those of the peer; "" if there is none."""
+    if fault.sent == STOP:
+        return ""
+    return NODE_KILLED if fault.whole else RANK_KILLED
+
+
+def run_peers(report: Report, root: Path, wanted: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Ray Train through those faults, each in a run of its own; what does not end is a missed bar."""
     try:
         import ray.train.torch  # noqa: F401
     except ImportError as error:
         print(f"without Ray Train ({error}): pip install 'ray[train]'")
-        return
-    results = {
-        n: run_peer(root / f"peer-{i}", model=MODEL, tokens=TOKENS, **how) for i, (n, how) in enumerate(peers.items())
-    }
-    columns = ("fault", "next step", "back", "one step", "lost", "ranks after")
-    keys = ("next_step", "back", "step", "lost", "world")
-    table(columns, [[n, *(r[k] for k in keys)] for n, r in results.items()])
+        return {}
+    results: dict[str, dict[str, Any]] = {}
+    for number, (name, how) in enumerate(PEERS.items()):
+        if name not in wanted:
+            continue
+        try:
+            results[name] = run_peer(root / f"peer-{number}", model=MODEL, tokens=TOKENS, **how)
+        except (RuntimeError, TimeoutError) as error:
+            report.missed.append(f"TorchTrainer, {name}: {error}")
+            continue
+        print(f"TorchTrainer, {name}: {results[name]['next_step']:.2f} s", file=sys.stderr, flush=True)
+    return results
 
 
 if __name__ == "__main__":

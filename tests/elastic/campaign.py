@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from typing import Any
 import ray
 
 from raycp.events import read_events
+from tests.elastic import leftovers
 from tests.elastic.fake_nodes import ROOT, FakeNodes, send_signal, wait_for
-from tests.elastic.script import Case, Script, Strike
+from tests.elastic.script import PRIVATE, Case, Script, Strike
 
 SETTLE_SECONDS = 90.0
 """A case, from its first strike until two more steps are committed."""
@@ -112,6 +114,7 @@ class Campaign:
         out.mkdir(parents=True)
         self.script = Script(out / "script")
         self.script.write(cases)
+        self.shared = leftovers.shared_names()
         self.settings = out / "settings.json"
         self.settings.write_text(
             json.dumps(
@@ -174,7 +177,8 @@ class Campaign:
         self.driver = subprocess.Popen(
             [sys.executable, "-m", "tests.elastic.scripted_driver", str(self.settings)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", PRIVATE: str(self.nodes.folder / "driver")},
             stdout=self.log,
             stderr=subprocess.STDOUT,
             text=True,
@@ -308,7 +312,7 @@ class Campaign:
         during = [e for e in log if began - 0.001 <= e["time"] <= end]
         steps = [e for e in during if e["event"] == "step" and e["time"] > struck]
         before = [e for e in log if e["event"] == "step" and e["time"] < began]
-        named = [e for e in during if e["event"] in INCIDENTS]
+        named = _own(e for e in during if e["event"] in INCIDENTS)
         recovered = [e for e in named if e["event"] == "recovered"]
         last = max((e["time"] for e in recovered), default=struck)
         following = [e["time"] for e in log if e["event"] in ("step", "run_finished") and e["time"] >= last]
@@ -345,14 +349,21 @@ class Campaign:
         return problems + self.left()
 
     def left(self) -> list[str]:
-        """Processes, actors, placement groups, ports and files that outlived the run."""
-        found = []
-        if not wait_for(lambda: not self.nodes.ours(), 15.0):
-            found.append(f"processes: {self.nodes.ours()}")
-        if not wait_for(lambda: not self._actors(), 10.0):
-            found.append(f"actors: {self._actors()}")
-        if not wait_for(lambda: not self._groups(), 10.0):
-            found.append(f"placement groups: {self._groups()}")
+        """Processes, actors, placement groups, ports, memory and files that outlived the run."""
+        root, found = self.nodes.folder, list[str]()
+        looks: dict[str, Callable[[], list[str]]] = {
+            "processes": lambda: leftovers.processes(root),
+            "actors": self._actors,
+            "placement groups": self._groups,
+            "ports": lambda: leftovers.ports(root),
+            "memory": lambda: leftovers.memory(root, before=self.shared, homes=[n.home for n in self.nodes.nodes]),
+        }
+        for what, look in looks.items():
+            if not wait_for(lambda look=look: not look(), 15.0 if what == "processes" else 10.0):
+                found.append(f"{what}: {look()}")
+        driver = self.script.said("driver-left")
+        if driver is None or driver["left"]:
+            found.append(f"in the driver after its run: {driver}")
         nonces = list((self.out / ".raycp").glob("nonce-*"))
         if len(nonces) > self.starts - 1:
             found.append(f"files: {nonces}")
@@ -368,6 +379,15 @@ class Campaign:
 
 NOT_RANKED = ("replication", "disk write", "manifest", "commit")
 """Places that keepers and the driver come to; to all others the victim comes itself."""
+
+
+def _own(incidents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the recovery from what was done before the case: the node that the case before it had added goes away."""
+    found: list[dict[str, Any]] = []
+    for event in incidents:
+        if event["event"] != "recovered" or any(e["event"] in ("worker_lost", "run_started") for e in found):
+            found.append(event)
+    return found
 
 
 def _size(events: list[dict[str, Any]]) -> int:

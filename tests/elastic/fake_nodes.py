@@ -18,6 +18,7 @@ import psutil
 from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 
+from tests.elastic import leftovers
 from tests.elastic.script import PRIVATE
 
 HEALTH = {
@@ -147,24 +148,12 @@ class FakeNodes:
                 _send(process, signal.SIGKILL)
         return left
 
-    def ours(self) -> list[str]:
-        """Workers and keepers that live on any of the nodes."""
-        return [f"{p.pid} {line}" for p, line in self._ours()]
-
     def sweep(self) -> None:
-        """Ends them, after a run that went wrong."""
-        for process, _ in self._ours():
-            _send(process, signal.SIGKILL)
-
-    def _ours(self) -> list[tuple[psutil.Process, str]]:
-        found = []
-        for node in self.nodes:
-            for process in node.processes():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    line = " ".join(process.cmdline())
-                    if "VictimWorker" in line or "VictimKeeper" in line:
-                        found.append((process, line[:60]))
-        return found
+        """Ends what is left of a run that went wrong."""
+        for process in leftovers.marked(self.folder):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if not leftovers.is_rays(process):
+                    _send(process, signal.SIGKILL)
 
     def close(self) -> None:
         self.thaw(0.0)

@@ -16,6 +16,7 @@ import ray
 import raycp
 from raycp.driver import checkpoints, fleet, formation, keeper_calls, keepers
 from raycp.training import committed
+from tests.elastic.leftovers import of_this_process
 from tests.elastic.script import Case, Script, put
 from tests.elastic.victim_keeper import VictimKeeper
 from tests.elastic.victims import VictimWorker, ranks_of
@@ -158,6 +159,7 @@ def main(settings: dict[str, Any]) -> None:
     put(checkpoints, "commit", commit_on_storage)
     put(keepers.Keepers, "commit", commit_in_memory)
     ray.init(address=settings["address"], log_to_driver=False, logging_level="ERROR")
+    before = of_this_process()
     result = raycp.fit(
         transformers_model(Path(settings["inputs"])),
         Path(settings["inputs"]) / "rows.jsonl",
@@ -178,6 +180,7 @@ def main(settings: dict[str, Any]) -> None:
             ),
         ),
     )
+    script.say("driver-left", left=sorted(of_this_process() - before))
     print(result.status, result.steps)
 
 

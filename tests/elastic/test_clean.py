@@ -2,11 +2,14 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -19,7 +22,8 @@ from raycp.driver.lease import Lease
 from raycp.driver.record import RunRecord, single_driver
 from raycp.errors import ClusterError, ConfigError
 from raycp.training.checkpoint import CheckpointReader, newest
-from tests.elastic.test_keepers import SECRET, Ranks, collect, training_nodes
+from tests.elastic.leftovers import images
+from tests.elastic.test_keepers import SECRET, Ranks, collect, ended, keeper_pids, training_nodes
 from tests.snapshots import manifest_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +68,21 @@ class Run:
         keepers.commit(manifest_of(step, collect(keepers, step).shards, run_id=self.record.run_id))
         ranks.close()
         self.keepers = keepers
+        self.addresses = list(keepers.addresses.values())
+
+    def listens(self) -> bool:
+        """Whether any of its keepers still does: to other nodes, or on its own."""
+        found = []
+        for address in self.addresses:
+            where: list[tuple[int, Any]] = [
+                (socket.AF_INET, (address.host, address.port)),
+                (socket.AF_UNIX, f"\0{address.unix}"),
+            ]
+            for family, name in where:
+                with socket.socket(family) as caller:
+                    caller.settimeout(5.0)
+                    found.append(caller.connect_ex(name) == 0)
+        return any(found)
 
     @property
     def alive(self) -> int:
@@ -73,12 +92,17 @@ class Run:
 def test_a_step_that_is_only_in_memory_is_written_before_its_keepers_end(cluster: Cluster, tmp_path: Path) -> None:
     run, other = Run(tmp_path / "one", step=7), Run(tmp_path / "other", step=3)
     assert run.alive == 2
+    assert run.listens()
+    pids = keeper_pids(run.namespace.removeprefix("raycp-"))
+    assert all(images(psutil.Process(pid)) for pid in pids.values())
     said: list[str] = []
     cleaned = clean_run(run.folder, discard=False, say=said.append)
     assert (cleaned.written, cleaned.discarded, len(cleaned.freed)) == (7, None, 2)
     assert min(cleaned.freed.values()) > 100_000
     assert said == [f"step 7 is in memory only: writing it to {run.folder}/checkpoints"]
     assert run.alive == 0
+    assert ended(pids), "and with them their memory, which no file has"
+    assert not run.listens()
     found = newest(run.folder / "checkpoints")
     assert found.manifest is not None
     assert found.manifest.step == 7

@@ -1,0 +1,130 @@
+"""Where workers are hired while a run goes on, on a real Ray cluster: not where a node is lost, or was refused."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from raycp.config import FitConfig
+from raycp.driver import fleet
+from raycp.driver.cluster import ClusterHandle, live_nodes
+from raycp.driver.fleet import Fleet
+from raycp.plan import CostModel
+from raycp.training.device import resolve_device
+from raycp.training.spec import ModelSpec
+from workers.messages import Probe, RunSpec, StoreSpec
+
+STORE = StoreSpec(folder="", fingerprint="", packing="best_fit", plan_hash="")
+
+
+class Applicant:
+    """A worker that writes down where it was hired, and finds its node bad where a file says so."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.folder = Path(spec.output_dir)
+
+    def probe(self, nonce_path: str, nonce: str) -> Probe:
+        node_id = ray.get_runtime_context().get_node_id()
+        (self.folder / f"hired-{node_id}-{os.getpid()}").touch()
+        bad = (self.folder / f"bad-{node_id}").exists()
+        return Probe(
+            node_id=node_id,
+            address=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            accelerators=(),
+            cpu_count=1,
+            problems=(("its clock runs backwards", "turn it round"),) if bad else (),
+        )
+
+    def progress(self) -> None:
+        return
+
+
+class Hiring:
+    """A fleet whose first worker is there; `home` is its node, `other` the one that has none.
+
+    Attributes:
+        said: messages.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said = folder, list[str]()
+        spec = RunSpec(
+            run_id="run",
+            output_dir=str(folder),
+            model=ModelSpec(kind="hub", source="none"),
+            model_fingerprint="",
+            tokenizer_folder="",
+            device=resolve_device("cpu", {}),
+            dtype="float32",
+            config=FitConfig(),
+            total_steps=1,
+            cost=CostModel(),
+            train=STORE,
+            evaluation=None,
+        )
+        handle = ClusterHandle(started_here=True, in_job=False, driver_address="127.0.0.1")
+        self.fleet = Fleet(spec, handle, self.said.append)
+        self.fleet.staff(1, spares=0, cp=1, timeout=60.0)
+        (worker,) = self.fleet.workers
+        self.home = worker.probe.node_id
+        self.other = next(n.node_id for n in live_nodes() if n.total.get("CPU") and n.node_id != self.home)
+
+    def hired(self, node_id: str) -> int:
+        """How many workers ever began there."""
+        return len(list(self.folder.glob(f"hired-{node_id}-*")))
+
+    def recruit(self, until: Callable[[], bool], seconds: float, *, target: int = 3) -> bool:
+        """Asks for so many workers, as a run does after each step; whether it came to that in time."""
+        deadline = time.monotonic() + seconds
+        while not until() and time.monotonic() < deadline:
+            self.fleet.recruit(target)
+            time.sleep(0.1)
+        return until()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        made.add_node(num_cpus=2)
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture
+def hiring(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hiring]:
+    monkeypatch.setattr(fleet, "TrainWorker", Applicant)
+    made = Hiring(tmp_path)
+    yield made
+    made.fleet.close()
+
+
+def test_nobody_is_hired_on_a_node_that_is_known_to_be_lost_before_ray_sees_it(
+    hiring: Hiring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New workers were sent to a node that was cut off, and the run waited for them until Ray saw its end."""
+    monkeypatch.setattr(fleet, "AVOID_SECONDS", 15.0)
+    avoided = time.monotonic()
+    hiring.fleet.avoid(hiring.other)
+    assert hiring.recruit(lambda: len(hiring.fleet.workers) == 2, 60.0)
+    hiring.recruit(lambda: False, max(0.0, avoided + 14.0 - time.monotonic()))
+    assert {w.probe.node_id for w in hiring.fleet.workers} == {hiring.home}
+    assert hiring.hired(hiring.other) == 0
+    assert hiring.recruit(lambda: hiring.hired(hiring.other) == 1, 60.0), "it was silent for a while, and lives"
+
+
+def test_nobody_is_hired_again_on_a_node_that_was_refused(hiring: Hiring) -> None:
+    """Its seat was free: the next look at the cluster hired there again, for ever."""
+    (hiring.folder / f"bad-{hiring.other}").touch()
+    assert hiring.recruit(lambda: len(hiring.fleet.workers) == 2, 90.0, target=2)
+    (said,) = hiring.said
+    assert "its clock runs backwards" in said
+    assert not hiring.recruit(lambda: hiring.hired(hiring.other) > 1, 8.0), "a third is wanted, and home is full"
+    assert {w.probe.node_id for w in hiring.fleet.workers} == {hiring.home}
