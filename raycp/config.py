@@ -8,13 +8,13 @@ filled in by `raycp.api`, which writes the resolved tree to the output folder. I
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raycp.errors import ConfigError, Problem
 from raycp.peaks import peak_table
+from raycp.problems import Problems
 
 ALGORITHMS = ("auto", "ring", "ulysses", "hybrid", "allgather")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
@@ -183,7 +183,7 @@ class FitConfig:
 
     def problems(self) -> list[Problem]:
         """Every problem that can be seen without looking at the model, the data or the cluster."""
-        found = _Problems()
+        found = Problems()
         found.integer("seq_length", self.seq_length, 1)
         found.integer("steps", self.steps, 1, none=True)
         found.number("epochs", self.epochs, above=0.0)
@@ -208,6 +208,7 @@ class FitConfig:
         _check_data(found, self.data)
         _check_optim(found, self.optim)
         _check_elastic(found, self.elastic, self.workers)
+        _check_lengths(found, self)
         return found.items
 
     def validate(self) -> None:
@@ -261,48 +262,7 @@ def describe_source(data: Any) -> Any:
     return f"<{type(data).__module__}.{type(data).__qualname__}>"
 
 
-class _Problems:
-    """Collects problems; each check names the field, the value found and the values allowed."""
-
-    def __init__(self) -> None:
-        self.items: list[Problem] = []
-
-    def add(self, message: str, fix: str) -> None:
-        self.items.append(Problem(message, fix))
-
-    def choice(self, name: str, value: object, allowed: tuple[str, ...]) -> None:
-        if value not in allowed:
-            self.add(f"{name}={value!r} is not a choice", f"set {name} to one of {', '.join(allowed)}")
-
-    def integer(self, name: str, value: object, low: int, *, none: bool = False) -> None:
-        if none and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            self.add(f"{name}={value!r} is not a whole number of at least {low}", f"set {name} to {low} or more")
-
-    def number(
-        self,
-        name: str,
-        value: object,
-        *,
-        above: float | None = None,
-        low: float | None = None,
-        below: float | None = None,
-        none: bool = False,
-    ) -> None:
-        if none and value is None:
-            return
-        bound = f"above {above}" if above is not None else f"at least {low}"
-        bound += f" and below {below}" if below is not None else ""
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if good and isinstance(value, int | float):
-            good = (above is None or value > above) and (low is None or value >= low)
-            good = good and (below is None or value < below)
-        if not good:
-            self.add(f"{name}={value!r} is not a number {bound}", f"set {name} to a number {bound}")
-
-
-def _check_parallel(found: _Problems, p: ParallelConfig, workers: int | None) -> None:
+def _check_parallel(found: Problems, p: ParallelConfig, workers: int | None) -> None:
     for name, value in (("cp", p.cp), ("dp", p.dp), ("ulysses", p.ulysses)):
         if name == "cp" and isinstance(value, tuple | list):
             _check_range(found, value)
@@ -324,7 +284,7 @@ def _check_parallel(found: _Problems, p: ParallelConfig, workers: int | None) ->
     _check_algorithm(found, p, cp)
 
 
-def _check_range(found: _Problems, cp: Sequence[object]) -> None:
+def _check_range(found: Problems, cp: Sequence[object]) -> None:
     good = len(cp) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in cp)
     if not good or not cp[0] <= cp[1]:  # type: ignore[operator]
         found.add(
@@ -333,23 +293,28 @@ def _check_range(found: _Problems, cp: Sequence[object]) -> None:
         )
 
 
-def _degree_of_range(found: _Problems, workers: int, cp: Sequence[Any], dp: int | None) -> int | None:
+def _degree_of_range(found: Problems, workers: int, cp: Sequence[Any], dp: int | None) -> int | None:
     """The highest degree of the pair that uses all workers; a problem if there is none."""
     try:
         low, high = (int(n) for n in cp)
     except (TypeError, ValueError):  # `_check_range` lists it
         return None
-    good = [c for c in range(high, low - 1, -1) if workers % c == 0 and (dp is None or workers // c == dp)]
-    if not good:
+    degree = highest_degree(workers, (low, high), dp)
+    if degree is None:
         found.add(
             f"parallel.cp=({low}, {high}) with workers={workers} and parallel.dp={dp or 'auto'}: no degree of the pair "
             "uses all workers",
             "set workers to a multiple of a degree in the pair, or widen parallel.cp",
         )
-    return good[0] if good else None
+    return degree
 
 
-def _check_world(found: _Problems, workers: int, cp: int | None, dp: int | None) -> None:
+def highest_degree(workers: int, cp: Sequence[int], dp: int | None) -> int | None:
+    """The highest degree of a pair (lowest, highest) that uses all workers, with so many replicas; None: any number."""
+    return next((c for c in range(cp[1], cp[0] - 1, -1) if workers % c == 0 and dp in (None, workers // c)), None)
+
+
+def _check_world(found: Problems, workers: int, cp: int | None, dp: int | None) -> None:
     if cp is not None and dp is not None and cp * dp != workers:
         found.add(
             f"parallel.cp={cp} x parallel.dp={dp} = {cp * dp} ranks, but workers={workers}",
@@ -363,7 +328,7 @@ def _check_world(found: _Problems, workers: int, cp: int | None, dp: int | None)
             )
 
 
-def _check_algorithm(found: _Problems, p: ParallelConfig, cp: int | None) -> None:
+def _check_algorithm(found: Problems, p: ParallelConfig, cp: int | None) -> None:
     """Whether algorithm, ulysses and window fit each other, and the ranks of a pack as far as they are known."""
     ulysses = p.ulysses if isinstance(p.ulysses, int) and p.ulysses >= 1 else None
     window = p.window if isinstance(p.window, int) and p.window >= 1 else 1
@@ -422,7 +387,7 @@ def _hybrids(cp: int, ulysses: int | None) -> int:
     return sum(cp % u == 0 and (ulysses is None or u == ulysses) for u in range(2, cp // 2 + 1))
 
 
-def _check_data(found: _Problems, d: DataConfig) -> None:
+def _check_data(found: Problems, d: DataConfig) -> None:
     found.choice("data.format", d.format, FORMATS)
     found.choice("data.overflow", d.overflow, OVERFLOWS)
     found.choice("data.packing", d.packing, PACKINGS)
@@ -437,7 +402,7 @@ def _check_data(found: _Problems, d: DataConfig) -> None:
         found.add(f"data.columns={d.columns!r}: {error}", "write it as 'prompt=question, completion=answer'")
 
 
-def _check_optim(found: _Problems, o: OptimConfig) -> None:
+def _check_optim(found: Problems, o: OptimConfig) -> None:
     found.choice("optim.name", o.name, OPTIMIZERS)
     found.choice("optim.schedule", o.schedule, SCHEDULES)
     found.number("optim.lr", o.lr, above=0.0)
@@ -447,13 +412,39 @@ def _check_optim(found: _Problems, o: OptimConfig) -> None:
     found.number("optim.eps", o.eps, above=0.0)
     found.number("optim.momentum", o.momentum, low=0.0, below=1.0)
     found.number("optim.min_lr_ratio", o.min_lr_ratio, low=0.0)
-    if len(o.betas) != 2:
-        found.add(f"optim.betas has {len(o.betas)} numbers", "set optim.betas to two numbers in [0, 1)")
-    for i, beta in enumerate(o.betas):
-        found.number(f"optim.betas[{i}]", beta, low=0.0, below=1.0)
+    if isinstance(o.min_lr_ratio, int | float) and o.min_lr_ratio > 1:
+        found.add(f"optim.min_lr_ratio={o.min_lr_ratio!r}: the rate would rise", "set optim.min_lr_ratio to 1 at most")
+    if o.name == "adamw" and isinstance(o.momentum, int | float) and 0 < o.momentum < 1:
+        found.add(
+            f"optim.momentum={o.momentum!r} with optim.name='adamw': it is not used",
+            "set optim.betas instead, or optim.name='sgd'",
+        )
+    if not isinstance(o.betas, tuple | list) or len(o.betas) != 2:
+        found.add(f"optim.betas={o.betas!r} are not two numbers", "set optim.betas to two numbers in [0, 1)")
+    else:
+        for i, beta in enumerate(o.betas):
+            found.number(f"optim.betas[{i}]", beta, low=0.0, below=1.0)
 
 
-def _check_elastic(found: _Problems, e: ElasticConfig, workers: int | None) -> None:
+def _check_lengths(found: Problems, config: FitConfig) -> None:
+    """What is longer or more than the run has steps, packs or rows for."""
+    warmup, steps = config.optim.warmup, config.steps
+    if isinstance(steps, int) and isinstance(warmup, int | float) and warmup >= 1 and warmup > steps:
+        found.add(
+            f"optim.warmup={warmup} steps with steps={steps}: the rate never gets to optim.lr",
+            f"set optim.warmup to {steps} at most, or to a fraction below 1",
+        )
+    if config.eval_every is not None and config.eval_data is None:
+        found.add(f"eval_every={config.eval_every!r} without eval_data", "give eval_data, or leave eval_every out")
+    dp, packs = config.parallel.dp, config.global_batch
+    if isinstance(dp, int) and isinstance(packs, int) and dp > packs >= 1:
+        found.add(
+            f"parallel.dp={dp} replicas for global_batch={packs} packs a step: {dp - packs} would never have one",
+            f"set global_batch to {dp} or more, or give the workers to parallel.cp",
+        )
+
+
+def _check_elastic(found: Problems, e: ElasticConfig, workers: int | None) -> None:
     found.choice("elastic.resume", e.resume, RESUMES)
     found.choice("elastic.on_loss", e.on_loss, ON_LOSS)
     found.integer("elastic.min_workers", e.min_workers, 1)
@@ -471,9 +462,15 @@ def _check_elastic(found: _Problems, e: ElasticConfig, workers: int | None) -> N
             f"elastic.checkpoint_dir={place!r} is neither an absolute path nor a URL",
             "give a path from the root, a URL such as s3://bucket/folder, or None for output_dir/checkpoints",
         )
-    bounds = (("min_workers", e.min_workers, workers), ("max_workers", workers, e.max_workers))
-    for name, low, high in bounds:
-        if isinstance(low, int) and isinstance(high, int) and low > high >= 1:
+    low, high = e.min_workers, e.max_workers
+    if workers is None and isinstance(low, int) and isinstance(high, int) and low > high >= 1:
+        found.add(
+            f"elastic.min_workers={low} with elastic.max_workers={high}: no number is in between",
+            f"set elastic.max_workers to {low} or more",
+        )
+    bounds = (("min_workers", low, workers), ("max_workers", workers, high))
+    for name, less, more in bounds:
+        if isinstance(less, int) and isinstance(more, int) and less > more >= 1:
             found.add(
                 f"elastic.{name}={getattr(e, name)} with workers={workers}: the run starts outside its own limits",
                 f"set elastic.{name} to {workers}, or change workers",

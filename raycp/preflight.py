@@ -190,4 +190,5 @@ def _check_cluster(config: FitConfig) -> tuple[ClusterHandle | None, DeviceSpec 
         return cluster, device, config, found
     resolved = resolve_workers(config, resources=resources, resource=device.ray_resource)
     dtype = device.dtype if config.dtype == "auto" else config.dtype
-    return cluster, device, dataclasses.replace(resolved, dtype=dtype, device=device.name), []
+    # what was on auto may break limits that the numbers given alone did not
+    return cluster, device, dataclasses.replace(resolved, dtype=dtype, device=device.name), resolved.problems()

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycp.config import FitConfig
+from raycp.config import FitConfig, highest_degree
 from raycp.errors import PlanError, Problem
 from raycp.peaks import peak_table
 from raycp.plan import CostModel, GridChoice, RankGrid, choose_grid, ring_warning
@@ -62,20 +62,26 @@ def resolve_workers(config: FitConfig, *, resources: Mapping[str, float], resour
         resources: total of the cluster (or of this machine).
         resource: the accelerator's Ray resource; None: CPUs.
     """
-    p = config.parallel
+    p, e = config.parallel, config.elastic
     have = int(resources.get(resource or "CPU", 0))
+    have = max(1, min(have - e.spares, e.max_workers or have))
     cp = p.cp if isinstance(p.cp, int) else None
     dp = p.dp if isinstance(p.dp, int) else None
     workers = config.workers
     if isinstance(p.cp, tuple | list):
-        workers = workers or (have if resource else p.cp[1] * (dp or 1))
-        cp = next((c for c in range(p.cp[1], p.cp[0] - 1, -1) if workers % c == 0 and dp in (None, workers // c)), None)
+        workers = workers or _most_workers(have if resource else p.cp[1] * (dp or 1), p.cp, dp)
+        cp = highest_degree(workers, p.cp, dp) or p.cp[0]
     if workers is None:
         workers = cp * dp if cp and dp else cp or dp or (have if resource else 1) or 1
     if cp is None:
         cp = max(1, workers // (dp or 1))
     parallel = dataclasses.replace(p, cp=cp, dp=dp or max(1, workers // cp))
     return dataclasses.replace(config, workers=workers, parallel=parallel)
+
+
+def _most_workers(have: int, cp: Sequence[int], dp: int | None) -> int:
+    """The most of the workers there are that a degree of the pair uses whole; all, where none does."""
+    return next((n for n in range(have, 0, -1) if highest_degree(n, cp, dp)), have)
 
 
 def world_limits(asked: FitConfig, resolved: FitConfig) -> WorldLimits:
@@ -110,13 +116,17 @@ def rank_bytes(config: FitConfig, model: Any, grid: RankGrid, *, itemsize: int, 
         recompute: layers are recomputed in backward.
     """
     hidden, layers = int(model.hidden_size), int(model.num_hidden_layers)
-    inner = int(getattr(model, "intermediate_size", 4 * hidden))
-    gathered = _layer_weights(model) + int(model.vocab_size) * hidden
-    share = grid.world_size if config.parallel.shard == "full" else 1
-    state = 4 * _all_weights(model) * _STATE_COPIES // share + itemsize * gathered
-    width = _SAVED_PER_LAYER_HIDDEN * hidden + _SAVED_PER_LAYER_INNER * inner
+    sharded, tokens = config.parallel.shard == "full", -(-config.seq_length // grid.cp)
+    weights = 4 * _all_weights(model) * _STATE_COPIES // (grid.world_size if sharded else 1)
+    embedding, head = int(model.vocab_size) * hidden, _embeddings(model)
+    head_bytes = 4 * embedding + 8 * min(config.loss_chunk, tokens) * int(model.vocab_size)  # the loss, fp32
+    if sharded:  # gathered for compute; the whole gradient of embedding and head before it is cut
+        weights += itemsize * (_layer_weights(model) + head * embedding) + 4 * head * embedding
+    elif itemsize != 4:
+        weights += itemsize * _all_weights(model)
+    width = _saved_width(model)
     kept = (2 * hidden * layers + width) if recompute else width * layers
-    return state + -(-config.seq_length // grid.cp) * kept * itemsize
+    return weights + head_bytes + tokens * kept * itemsize
 
 
 def cost_model(config: FitConfig, model: Any, *, device: str, itemsize: int) -> CostModel:
@@ -131,14 +141,17 @@ def cost_model(config: FitConfig, model: Any, *, device: str, itemsize: int) -> 
     Raises:
         PlanError: `config.parallel.cost` names no table, or no figure.
     """
+    cost = config.parallel.cost
     head_dim = _head_dim(model)
-    return dataclasses.replace(
-        CostModel.named(config.parallel.cost, device=device, peaks=peak_table(config.peak_flops)),
-        head_dim=head_dim,
-        value_dim=head_dim,
-        itemsize=itemsize,
-        linear_flops=2.0 * _layer_weights(model),
-    )
+    of_model = {
+        "head_dim": head_dim,
+        "value_dim": head_dim,
+        "itemsize": itemsize,
+        "linear_flops": 2.0 * _layer_weights(model),
+    }
+    table = CostModel.named(cost, device=device, peaks=peak_table(config.peak_flops))
+    given = {part.partition("=")[0].strip() for part in cost.split(",")}
+    return dataclasses.replace(table, **{k: v for k, v in of_model.items() if k not in given})  # type: ignore[arg-type]
 
 
 def placed_cost(config: FitConfig, cost: CostModel, node_ranks: Sequence[int]) -> CostModel:
@@ -220,10 +233,20 @@ def _layer_weights(model: Any) -> int:
     return hidden * _head_dim(model) * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
 
 
+def _embeddings(model: Any) -> int:
+    """Matrices of vocabulary x hidden size: 1 where input and output share theirs."""
+    return 1 if getattr(model, "tie_word_embeddings", False) else 2
+
+
 def _all_weights(model: Any) -> int:
     embedding = int(model.vocab_size) * int(model.hidden_size)
-    tied = bool(getattr(model, "tie_word_embeddings", False))
-    return int(model.num_hidden_layers) * _layer_weights(model) + embedding * (1 if tied else 2)
+    return int(model.num_hidden_layers) * _layer_weights(model) + embedding * _embeddings(model)
+
+
+def _saved_width(model: Any) -> int:
+    """Numbers that a layer keeps of a token for backward, without recomputation."""
+    inner = int(getattr(model, "intermediate_size", 4 * model.hidden_size))
+    return _SAVED_PER_LAYER_HIDDEN * int(model.hidden_size) + _SAVED_PER_LAYER_INNER * inner
 
 
 def token_flops(model: Any, packs: Sequence[Sequence[int]]) -> float:
@@ -269,10 +292,8 @@ def needs_checkpointing(config: FitConfig, model: Any, *, itemsize: int, acceler
         return config.activation_checkpointing == "full"
     if accelerator:
         return True
-    width = _SAVED_PER_LAYER_HIDDEN * int(model.hidden_size)
-    width += _SAVED_PER_LAYER_INNER * int(getattr(model, "intermediate_size", 4 * model.hidden_size))
     replicas = config.parallel.dp if isinstance(config.parallel.dp, int) else 1
-    kept = config.seq_length * replicas * int(model.num_hidden_layers) * width * itemsize
+    kept = config.seq_length * replicas * int(model.num_hidden_layers) * _saved_width(model) * itemsize
     return kept > _SHARE_OF_MEMORY * host_bytes
 
 

@@ -93,6 +93,10 @@ class CostModel:
         Raises:
             PlanError: no such table, or no such figure.
         """
+        if not isinstance(text, str):
+            raise PlanError(
+                f"cost figures are a {type(text).__name__}, not a string", fix="write 'auto' or a table's name"
+            )
         name, *changes = (part.strip() for part in text.split(","))
         if "=" in name:
             name, changes = "auto", [name, *changes]
@@ -229,6 +233,7 @@ _DEVICES = {"cpu": "cpu", "cuda": "h100", "npu": "910b"}
 
 def _number(word: str) -> float | None:
     try:
-        return float(word)
+        value = float(word)
     except ValueError:
         return None
+    return value if math.isfinite(value) else None

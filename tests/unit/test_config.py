@@ -72,7 +72,12 @@ def test_a_bad_whole_number_is_one_problem_that_names_field_and_value(name: str,
         ("optim.lr", float("inf")),
         ("optim.clip", -1.0),
         ("optim.betas", (0.9, 1.0)),
+        ("optim.betas", 0.9),
         ("optim.momentum", 1.0),
+        ("optim.momentum", 0.9),
+        ("optim.min_lr_ratio", 10.0),
+        ("eval_every", 5),
+        ("parallel.dp", 9),
         ("elastic.resume", "maybe"),
         ("elastic.on_loss", "cry"),
         ("elastic.heartbeat_timeout", 0),
@@ -82,6 +87,19 @@ def test_a_bad_value_is_exactly_one_problem(name: str, value: Any) -> None:
     (problem,) = with_field(name, value).problems()
     assert name.split("[")[0] in problem.message
     assert problem.fix
+
+
+def test_a_warm_up_longer_than_the_run_is_refused() -> None:
+    config = FitConfig(steps=100, optim=OptimConfig(warmup=1000))
+    assert [p.message for p in config.problems()] == [
+        "optim.warmup=1000 steps with steps=100: the rate never gets to optim.lr"
+    ]
+
+
+def test_limits_of_the_world_that_exclude_each_other_are_refused_without_workers_too() -> None:
+    (problem,) = FitConfig(elastic=ElasticConfig(min_workers=8, max_workers=4)).problems()
+    assert "min_workers=8" in problem.message
+    assert "max_workers=4" in problem.message
 
 
 @pytest.mark.parametrize(
@@ -203,4 +221,4 @@ def test_sources_are_described_without_their_rows() -> None:
 
 def test_betas_of_another_length_are_a_problem_not_a_crash_in_a_worker() -> None:
     (problem,) = FitConfig(optim=OptimConfig(betas=(0.9,))).problems()  # type: ignore[arg-type]
-    assert "optim.betas has 1 numbers" in problem.message
+    assert "optim.betas=(0.9,) are not two" in problem.message

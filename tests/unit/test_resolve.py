@@ -1,8 +1,11 @@
 """Filling in what was left on auto."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from raycp.config import FitConfig, ParallelConfig
+from raycp.config import ElasticConfig, FitConfig, ParallelConfig
 from raycp.errors import PlanError
 from raycp.plan import RankGrid
 from raycp.resolve import (
@@ -11,10 +14,14 @@ from raycp.resolve import (
     grid_problems,
     grid_warning,
     needs_checkpointing,
+    rank_bytes,
     resolve_grid,
     resolve_workers,
     token_flops,
 )
+
+
+BF16: dict[str, Any] = {"itemsize": 2, "recompute": True}
 
 
 class TinyModel:
@@ -56,6 +63,66 @@ def problems(workers: int | None, *, existing: bool, cpus: int = 8, gpus: int | 
 def test_workers_cp_and_dp(workers: int | None, cp: int | str, dp: int | str, want: tuple[int, int, int]) -> None:
     config = resolved(FitConfig(workers=workers, parallel=ParallelConfig(cp=cp, dp=dp)))  # type: ignore[arg-type]
     assert (config.workers, config.parallel.cp, config.parallel.dp) == want
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cp", "elastic", "want"),
+    [
+        (7, (2, 4), {}, (6, 3, 2)),  # it was cp 7, outside the pair
+        (16, (2, 4), {}, (16, 4, 4)),
+        (8, "auto", {"max_workers": 2}, (2, 2, 1)),  # it was 8, and worlds of 2 after
+        (8, "auto", {"spares": 1}, (7, 7, 1)),
+    ],
+)
+def test_workers_on_auto_keep_to_what_else_was_said(
+    gpus: int, cp: str | tuple[int, int], elastic: dict[str, int], want: tuple[int, int, int]
+) -> None:
+    asked = FitConfig(parallel=ParallelConfig(cp=cp), elastic=ElasticConfig(**elastic))  # type: ignore[arg-type]
+    config = resolved(asked, gpus=gpus)
+    assert (config.workers, config.parallel.cp, config.parallel.dp) == want
+    assert config.problems() == []
+
+
+def test_fewer_accelerators_than_min_workers_are_a_problem() -> None:
+    """`fit` reports the problems of the resolved configuration, too."""
+    asked = FitConfig(elastic=ElasticConfig(min_workers=8))
+    assert asked.problems() == []
+    (problem,) = resolved(asked, gpus=4).problems()
+    assert "min_workers=8 with workers=4" in problem.message
+
+
+def test_memory_of_a_rank_has_the_head_in_it() -> None:
+    """Measured on two CPU ranks, bf16, one layer, a vocabulary of 131 072: 1995 MiB at the peak; it said 1168."""
+
+    class Headed(TinyModel):
+        hidden_size = 512
+        intermediate_size = 512
+        num_hidden_layers = 1
+        vocab_size = 131_072
+
+    config = FitConfig(seq_length=128, workers=2, parallel=ParallelConfig(cp=2, dp=1))
+    mib = {
+        shard: rank_bytes(
+            replace(config, parallel=replace(config.parallel, shard=shard)), Headed, RankGrid(1, 2), **BF16
+        )
+        / 2**20
+        for shard in ("full", "none")
+    }
+    assert 1995 <= mib["full"] <= 1.3 * 1995
+    assert 2555 <= mib["none"] <= 1.3 * 2555
+
+
+def test_figures_that_the_user_gives_are_not_those_of_the_model() -> None:
+    config = FitConfig(parallel=ParallelConfig(cost="cpu, head_dim=96, itemsize=2"))
+    cost = cost_model(config, WideModel, device="cpu", itemsize=4)
+    assert (cost.head_dim, cost.value_dim, cost.itemsize) == (96, 128, 2)
+
+
+@pytest.mark.parametrize("cost", [None, "cpu, links=inf", "cpu, bandwidth=nan"])
+def test_cost_figures_that_are_none_are_a_problem(cost: Any) -> None:
+    config = FitConfig(workers=2, parallel=ParallelConfig(cp=2, dp=1, cost=cost))
+    (problem,) = grid_problems(config, WideModel, device="cpu", itemsize=4)
+    assert problem.fix
 
 
 def test_all_accelerators_of_this_machine_by_default() -> None:
