@@ -159,8 +159,8 @@ def _torch(report: Report, device: str, counts: Mapping[str, int], own_peak: str
     import torch
 
     from raycp.attention.kernels import kernel_for
-    from raycp.training.device import Accelerator, resolve_device
-    from raycp.training.peak import peak_flops
+    from raycp.training.accelerator import Accelerator
+    from raycp.training.device import resolve_device
 
     own = {"npu": "NPU", "cuda": "GPU"}
     if device != "cpu" and not counts[device]:
@@ -171,7 +171,7 @@ def _torch(report: Report, device: str, counts: Mapping[str, int], own_peak: str
             used = Accelerator(spec, index)
             used.check()
             total, free = used.memory()
-            peak = peak_flops(used.sku, own_peak)
+            peak = used.peak_flops(own_peak)
             speed = "peak unknown" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s bf16"
             if device != "cpu":
                 report.add(str(used.device), f"{used.sku}, {total / 2**30:.1f} GiB ({free / 2**30:.1f} free), {speed}")

@@ -41,8 +41,9 @@ from raycp.errors import (
     WorkerError,
 )
 from raycp.plan import RankGrid
+from raycp.training.accelerator import Accelerator
 from raycp.training.checkpoint import CheckpointReader, ShardRecord, verify, write_shard
-from raycp.training.device import Accelerator, host_memory, local_index
+from raycp.training.device import host_memory, local_index
 from raycp.training.export import export_hf
 from raycp.training.layers import AttentionLayers
 from raycp.training.model import build_trainee
@@ -86,6 +87,9 @@ class TrainWorker:
         self._train: tuple[PackLoader, Batcher] | None = None
         self._eval: tuple[PackLoader, Batcher] | None = None
         self._snapshots: SnapshotWriter | None = None
+        # What was imported stays: else each collection of a recovery would look at 400,000 objects, for half a second. The
+        # model is not frozen: it is full of cycles, and has to go when another one takes its place.
+        gc.freeze()
         _end_with_parent()
 
     # -- before the groups exist ------------------------------------------------------------------------------------
@@ -160,7 +164,6 @@ class TrainWorker:
                 self._groups = ProcessGroups.create(rendezvous, device=device, address=address, messages=messages)
             else:
                 self._state = self._train = self._eval = None
-                gc.unfreeze()  # what `build` froze: a model is full of cycles
                 free = self._readmit(self._accelerator())
                 self._groups = self._groups.rebuild(rendezvous, device=device, address=address, messages=messages)
             self._groups.warm()
@@ -223,8 +226,6 @@ class TrainWorker:
             if spec.evaluation is not None:
                 self._eval = self._open(spec.evaluation, groups, trainee.layers, keep=False)
             groups.warm()  # a model whose state is replicated has groups of its own
-            gc.collect()
-            gc.freeze()
 
         self._guard(generation, body)
 

@@ -10,7 +10,8 @@ import torch
 
 from raycp.attention.kernels import Kernel, ReferenceKernel, kernel_for
 from raycp.plan import MaskKind, Slice
-from raycp.training.device import Accelerator, resolve_device
+from raycp.training.accelerator import Accelerator
+from raycp.training.device import resolve_device
 from tests.unit.attention.cases import TOLERANCE, errors, run_in_memory
 from tests.unit.attention.test_exactness import MASKS, PACK
 from tests.unit.attention.test_varlen_kernels import FIVE, _random_slices

@@ -19,7 +19,7 @@ import raycp
 from raycp.driver import fleet
 from raycp.errors import DeviceError
 from raycp.events import read_events
-from raycp.training.device import Accelerator
+from raycp.training.accelerator import Accelerator
 from tests.accelerators import FakeBackend, FakeHccl, FakeNccl, StuckHccl, register
 from tests.elastic.runs import config, make_folder
 from workers.actor import TrainWorker

@@ -7,7 +7,8 @@ import torch_npu  # noqa: F401  the real package
 
 from raycp.attention.kernels import kernel_for
 from raycp.errors import ClusterError
-from raycp.training.device import Accelerator, resolve_device, torch_device
+from raycp.training.accelerator import Accelerator
+from raycp.training.device import resolve_device, torch_device
 from raycp.training.vendor import group_options
 
 NPU = resolve_device("npu", [("10.0.0.1", {"NPU": 8})])

@@ -8,10 +8,9 @@ import threading
 import pytest
 
 from raycp.errors import ClusterError, ConfigError, DeviceError
+from raycp.training.accelerator import Accelerator
 from raycp.training.device import (
-    Accelerator,
     compute_dtype,
-    device_memory,
     host_memory,
     local_accelerators,
     local_index,
@@ -186,14 +185,14 @@ def test_a_device_that_stays_full_is_no_ranks():
     assert device_with(memory).memory() == (100 * 2**30, 70 * 2**30)
 
 
-def test_cpu_device_memory_and_dtype():
+def test_cpu_memory_and_dtype():
     import torch
 
     device = torch_device(resolve_device("cpu", []), 3)
     assert device == torch.device("cpu")
     total, available = host_memory()
     assert 0 < available <= total
-    assert device_memory(device)[0] == total
+    assert Accelerator(resolve_device("cpu", [])).memory()[0] == total
     assert compute_dtype("bfloat16") == torch.bfloat16
     with pytest.raises(ConfigError, match="float16"):
         compute_dtype("float16")
@@ -203,6 +202,7 @@ def test_cpu_device_memory_and_dtype():
     "module",
     [
         "raycp.training",
+        "raycp.training.accelerator",
         "raycp.training.device",
         "raycp.training.vendor",
         "raycp.training.spec",
