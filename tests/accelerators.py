@@ -13,6 +13,7 @@ another back end. What differs from gloo is what the recovery has to deal with:
 Each class is registered under its `name`, which is a back end for `DeviceSpec(backend=name)`: `register()`.
 """
 
+import json
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from workers.sockets import listening_ports, shut_sockets
+from workers.sockets import Endpoint, listeners, shut_sockets
 
 MADE: "list[FakeBackend]" = []
 """Every group of this process, oldest first: torch knows their C++ half only."""
@@ -46,12 +47,12 @@ class FakeBackend(dist.ProcessGroupGloo):
     """That an abort takes."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        before = listening_ports()
+        before = listeners()
         super().__init__(store, rank, size, timeout)
-        mine = sorted(listening_ports() - before)
-        store.set(f"fake/{rank}", ",".join(map(str, mine)))
-        told = [store.get(f"fake/{peer}").decode() for peer in range(size)]
-        self._ports = frozenset(int(port) for ports in told for port in ports.split(",") if port)
+        self._listening = listeners() - before
+        store.set(f"fake/{rank}", json.dumps(sorted(self._listening)))
+        told = [json.loads(store.get(f"fake/{peer}")) for peer in range(size)]
+        self._peers = frozenset(Endpoint(*one) for found in told for one in found)
         self.is_aborted = False
         self.error = ""
         MADE.append(self)
@@ -60,7 +61,7 @@ class FakeBackend(dist.ProcessGroupGloo):
         """Frees what waits; see the module."""
         time.sleep(self.seconds)
         self.is_aborted = True
-        shut_sockets(self._ports)
+        shut_sockets(self._listening, self._peers)
 
     def watchdog(self, error: str) -> None:
         """The library's own thread has seen an error of a peer."""

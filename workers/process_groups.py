@@ -29,7 +29,7 @@ from raycp.training.device import DeviceSpec
 from raycp.training.mesh import build_mesh
 from raycp.training.vendor import group_options
 from workers.messages import Rendezvous
-from workers.sockets import interface_of, listening_ports, shut_sockets
+from workers.sockets import Endpoint, listeners, shut_sockets, use_interface_of
 
 STORE_TIMEOUT = 2.0
 """Seconds that a rank tries to reach the store (torch tries twice, with a pause): it was there before the rank was
@@ -49,13 +49,20 @@ class ProcessGroups:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, attention: Groups, mesh: DeviceMesh, ports_before: frozenset[int]
+        self,
+        rendezvous: Rendezvous,
+        attention: Groups,
+        mesh: DeviceMesh,
+        *,
+        address: str,
+        listened_before: frozenset[Endpoint],
     ) -> None:
         self.rendezvous = rendezvous
         self._attention: Groups | None = attention
         self._mesh: DeviceMesh | None = mesh
-        self._ports_before = ports_before
-        self._ports: frozenset[int] = frozenset()
+        self._address = address
+        self._listened_before = listened_before
+        self._peers: frozenset[Endpoint] = frozenset()
         self._aborted = False
         self._warmed: list[dist.ProcessGroup] = []
 
@@ -68,17 +75,15 @@ class ProcessGroups:
         Args:
             rendezvous: store, generation, rank and grid.
             device: chooses the back end (gloo, nccl, hccl).
-            address: this node's address in the cluster; gloo listens on the interface that holds it, and no other.
+            address: this node's address in the cluster; gloo listens on the interface that holds it, and no other
+                (unless GLOO_SOCKET_IFNAME names another one).
             messages: bytes of the largest message of each kind of group, for buffers of HCCL.
 
         Raises:
             WorkerError: the store or a peer did not answer in time.
         """
-        before = listening_ports()
-        interface = interface_of(address)
-        if interface is not None:  # gloo and the vendors' libraries take the interface from the environment only
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"):
-                os.environ[name] = interface
+        before = listeners()
+        use_interface_of(address)
         patience = LINK_TIMEOUT if device.is_accelerator else CONNECT_TIMEOUT
         timeout = timedelta(seconds=min(rendezvous.timeout, patience))
         try:
@@ -113,7 +118,7 @@ class ProcessGroups:
                 fix="let every node reach the driver's node and each other on all TCP ports",
                 rank=rendezvous.rank,
             ) from error
-        return cls(rendezvous, attention, mesh, before)
+        return cls(rendezvous, attention, mesh, address=address, listened_before=before)
 
     def warm(self) -> None:
         """One all-reduce on every group, in one order on all ranks, so that their connections exist. Collective.
@@ -127,17 +132,25 @@ class ProcessGroups:
             self._all_reduce(group)
         if not self._is_gloo and not self._warmed:
             warm_pairs(self.attention, torch.device(self.mesh.device_type))
-        self._learn_ports()
+        self._learn_peers()
         for group in new:
             _set_pg_timeout(timedelta(seconds=self.rendezvous.timeout), group)
         self._warmed += new
 
-    def _learn_ports(self) -> None:
-        """Publishes this rank's gloo ports and learns the peers', on which `abort` cuts connections. Collective."""
-        mine = sorted(listening_ports() - self._ports_before)
+    def _learn_peers(self) -> None:
+        """Publishes where this rank's gloo listens and learns where the peers' do. Collective.
+
+        `abort` cuts what was accepted here, and what was connected to there. A number of a port alone says nothing: on
+        another node it may be that of a connection of Ray's.
+        """
+        mine = [(self._address if _is_any(e.address) else e.address, e.port) for e in sorted(self._listening())]
         everyone: list[Any] = [None] * self.rendezvous.grid.world_size
         dist.all_gather_object(everyone, mine)
-        self._ports = frozenset(port for ports in everyone for port in ports)
+        self._peers = frozenset(Endpoint(*one) for found in everyone for one in found)
+
+    def _listening(self) -> frozenset[Endpoint]:
+        """Where these groups accept connections."""
+        return listeners() - self._listened_before
 
     def abort(self) -> int:
         """Frees every waiting operation of this process. Returns the number of connections that were cut.
@@ -150,7 +163,7 @@ class ProcessGroups:
             if not found.clean:
                 end_process(found)
             return 0
-        return shut_sockets(self._ports | (listening_ports() - self._ports_before))
+        return shut_sockets(self._listening(), self._peers)
 
     def destroy(self) -> None:
         """Drops every group. Call `abort` first unless all ranks are known to be idle."""
@@ -211,6 +224,10 @@ class ProcessGroups:
             raise ClusterError(
                 f"a warm-up all-reduce over {size} ranks gave {float(one.item())}", fix="check the network back end"
             )
+
+
+def _is_any(address: str) -> bool:
+    return address in ("0.0.0.0", "::")
 
 
 def _forget_attempt() -> None:
