@@ -6,7 +6,6 @@ the events of the steps that it commits, so that another driver can write what t
 was taken over by a newer one commits nothing. Costs one manifest of a few kilobytes per snapshot.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -86,27 +85,21 @@ class Commits:
             self.expect(step)
 
     def advance(self, timeout: float = 0.0) -> list[Manifest]:
-        """Commits the steps whose copies have arrived; returns their manifests, oldest first.
+        """Commits the steps whose copies have arrived; returns their manifests, oldest first. Looks after the keepers
+        also where no copy is on its way.
 
         Raises:
-            KeeperLost: a keeper is gone.
+            KeeperLost: a keeper is gone, or answers no more.
+            CopyRefused: a copy will not be complete.
             StaleGenerationError: another driver has taken the run over.
         """
-        if self._memory is None or not self._expected:
+        if self._memory is None:
             return []
         made = []
         for found in sorted(self._memory.poll(timeout), key=lambda c: c.step):
             if found.step not in self._expected:  # of before a recovery
                 continue
             made.append(self._commit(found))
-        return made
-
-    def flush(self, step: int, seconds: float) -> list[Manifest]:
-        """Waits until `step` is committed, `seconds` at most."""
-        made: list[Manifest] = []
-        deadline = time.monotonic() + seconds
-        while self.committed < step and step in self._expected and time.monotonic() < deadline:
-            made += self.advance(timeout=0.2)
         return made
 
     def expects(self, step: int) -> bool:
@@ -119,11 +112,14 @@ class Commits:
         self._memory.expect(step)
         self._expected.append(step)
 
-    def lost_copies(self) -> None:
-        """A keeper was replaced: what was on its way to it does not arrive; the next snapshot commits these steps."""
-        if self._memory is not None and self._expected:
-            self._memory.abandon(max(self._expected))
-        self._expected = []
+    def lost_copies(self, until: int | None = None) -> None:
+        """Copies of steps up to `until` (None: of all) that are on their way do not arrive, since a keeper is lost or
+        full: ranks need not wait for them, and the next snapshot commits these steps.
+        """
+        given_up = [s for s in self._expected if until is None or s <= until]
+        if self._memory is not None and given_up:
+            self._memory.abandon(max(given_up))
+        self._expected = [s for s in self._expected if s not in given_up]
 
     def saved(self, step: int) -> None:
         """The state of `step` is on storage, written by the ranks: commits what was reported up to it."""

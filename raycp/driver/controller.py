@@ -21,6 +21,7 @@ from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.commits import Commits
 from raycp.driver.display import Display, draw_losses
 from raycp.driver.formation import PATIENCE, Formation, Source
+from raycp.driver.keepers import KeeperLost
 from raycp.driver.record import RunRecord
 from raycp.driver.recovery import Incident, Strikes, human
 from raycp.driver.runtime import Runtime
@@ -266,7 +267,10 @@ class Controller:
             self._evaluate_if_due(step)
             if stopping and not last:
                 return step
-            self._formation.grow()
+            try:
+                self._formation.grow()
+            except KeeperLost as lost:
+                self._saving.let_go(lost)
             if not last and self._formation.bigger() is not None:
                 self._saving.make_safe(step)
                 return step

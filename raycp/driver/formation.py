@@ -35,6 +35,8 @@ FREEZE_SECONDS = 10.0
 
 ANSWER_SECONDS = 2.0
 """How long a spare, or the keeper of a node whose ranks are lost, may take to answer before it counts as gone."""
+REPLACEMENTS = 5
+"""How many keepers in a row may be lost while others are put in their places."""
 _SHARE_OF_HOST = 0.5
 
 
@@ -150,13 +152,7 @@ class Formation:
         except KeeperLost as lost:
             assert self.memory is not None
             self.memory.drop(lost.node_id)
-            raise WorkerError(
-                f"while a world was formed: {lost.message}",
-                fix=lost.fix,
-                rank=None,
-                node=lost.node_id,
-                cause=lost.message,
-            ) from lost
+            raise self._without_keeper(lost, "while a world was formed") from lost
 
     def _form(self, incident: Incident, commits: Commits, *, first: bool) -> Source:
         """Plans, connects, builds and restores a world; its phases are added to `incident`.
@@ -343,18 +339,45 @@ class Formation:
     def _kill(self, node_id: str, pid: int, started: float) -> bool:
         return self.memory is not None and self.memory.kill_process(node_id, pid, started)
 
-    def replace_keeper(self, lost: KeeperLost) -> None:
-        """A keeper is gone and its node is not: another one takes its place, and the ranks attach to it.
+    def replace_keepers(self, lost: Sequence[KeeperLost], *, step: int) -> None:
+        """Keepers are gone and their nodes are not: others take their places, and the ranks attach to them. Whatever
+        else is lost meanwhile is replaced as well: the ranks hold the state, and keep it.
+
+        Args:
+            lost: what was lost.
+            step: the newest committed one, for the events.
 
         Raises:
-            WorkerError: a rank of that node is gone too.
+            WorkerError: a rank of such a node is gone too, or keepers are lost again and again.
         """
         assert self.memory is not None
-        self._say(f"{lost.message}: training goes on, and another keeper is started")
-        self.memory.drop(lost.node_id)
-        self._add_keepers()
-        self.memory.assign(self._record.generation, [m.probe.node_id for m in self.ranks.members])
-        self.attach([m.rank for m in self.ranks.members if m.probe.node_id == lost.node_id])
+        left, nodes = list(lost), set[str]()
+        for _ in range(REPLACEMENTS):
+            for one in left:
+                nodes.add(one.node_id)
+                self._events.write("keeper_lost", node=one.node_id, step=step)
+                self._say(f"{one.message}: training goes on, and another keeper is started")
+                self.memory.drop(one.node_id)
+            try:
+                self._add_keepers()
+                self.memory.assign(self._record.generation, [m.probe.node_id for m in self.ranks.members])
+                break
+            except KeeperLost as another:
+                left = [another]
+        else:
+            raise self._without_keeper(left[0], "keepers are lost as soon as they start")
+        self.attach([m.rank for m in self.ranks.members if m.probe.node_id in nodes])
+
+    @staticmethod
+    def _without_keeper(lost: KeeperLost, when: str) -> WorkerError:
+        return WorkerError(
+            f"{when}: {lost.message}",
+            fix=lost.fix,
+            rank=None,
+            node=lost.node_id,
+            node_id=lost.node_id,
+            cause=lost.message,
+        )
 
     def attach(self, ranks: Sequence[int]) -> None:
         """These ranks send their copies to their node's keeper, from the next one on.
@@ -373,7 +396,11 @@ class Formation:
     # -- when capacity comes ----------------------------------------------------------------------------------------
 
     def grow(self) -> None:
-        """Brings missing workers and spares closer, beside the running job; never waits."""
+        """Brings missing workers and spares closer, beside the running job; never waits for them.
+
+        Raises:
+            KeeperLost: a keeper of a rank's node does not take the order that a spare's keeper is gone.
+        """
         idle = [w for w in self._fleet.workers if w not in self._workers]
         lost = self._fleet.lost_idle(idle, self._elastic.heartbeat_timeout)
         if lost:
@@ -385,16 +412,17 @@ class Formation:
 
     def _idle_lost(self, lost: Sequence[Any]) -> None:
         """Spares have ended, or do not answer; with them the keeper of their node, if the node is gone."""
-        homes = [m.probe.node_id for m in self.ranks.members]
+        homes, silent = [m.probe.node_id for m in self.ranks.members], set[str]()
         if self.memory is not None:
             suspects = {w.probe.node_id for w in lost} - set(homes)
             silent = suspects & set(self.memory.unreachable(ANSWER_SECONDS, suspects))
             for node_id in silent:
                 self.memory.drop(node_id)
-                self._fleet.avoid(node_id)
-            if silent:
-                self.memory.assign(self._record.generation, homes)
         self._fleet.dismiss(lost, self._kill)
+        for node_id in silent:
+            self._fleet.avoid(node_id)
+        if silent and self.memory is not None:
+            self.memory.assign(self._record.generation, homes)
 
     def _add_keepers(self) -> None:
         """A keeper on every node of a rank; on the nodes of spares they start beside the run.

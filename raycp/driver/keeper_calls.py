@@ -37,6 +37,10 @@ class KeeperLost(RaycpError, RuntimeError):  # noqa: N818 - as worker_lost, the 
         return str(self.details["node_id"])
 
 
+class CopyRefused(ClusterError):  # noqa: N818 - as snapshot_failed, the event
+    """A copy of a step cannot be brought to its second home. `details`: step, node_id of its first one."""
+
+
 class Flush:
     """A step on its way from the keepers to storage."""
 

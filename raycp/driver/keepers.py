@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from raycp.driver.cluster import NodeInfo, live_nodes
 from raycp.driver.copies import Collected, newest_point, replica_homes
@@ -23,6 +23,7 @@ from raycp.driver.keeper_calls import (
     CONTROL,
     START_SECONDS,
     Arrivals,
+    CopyRefused,
     Flush,
     KeeperLost,
     answers_of,
@@ -34,13 +35,14 @@ from raycp.driver.keeper_calls import (
     order_flush,
     start_keepers,
 )
+from raycp.driver.pulse import Pulse
 from raycp.errors import ClusterError, RaycpError, StaleGenerationError
 from raycp.training.manifest import Manifest, ShardRecord
 from workers.keeper import SETTLE_SECONDS, Inventory
 from workers.memory_reader import MemoryPoint
 from workers.wire import KeeperAddress
 
-__all__ = ["Collected", "Flush", "KeeperLost", "Keepers", "MemoryPoint"]
+__all__ = ["Collected", "CopyRefused", "Flush", "KeeperLost", "Keepers", "MemoryPoint"]
 
 ORDER_SECONDS = 10.0
 """How long a keeper may take to answer an order."""
@@ -49,8 +51,6 @@ LOOK_SECONDS = 0.2
 """How long Ray may take to say that a keeper has died."""
 POLL_SECONDS = 5.0
 """Length of one long poll."""
-UNAVAILABLE_SECONDS = 3.0
-"""How long a keeper may be out of reach before it counts as lost."""
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,14 @@ class Keepers:
         addresses: of the keepers, by node id.
     """
 
-    def __init__(self, options: Mapping[str, Any], namespace: str, generation: int) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        namespace: str,
+        generation: int,
+        *,
+        unresponsive_after: float = ORDER_SECONDS,
+    ) -> None:
         self.addresses: dict[str, KeeperAddress] = {}
         self._options = dict(options)
         self._namespace = namespace
@@ -78,9 +85,7 @@ class Keepers:
         self._polls: dict[Any, tuple[str, int, float]] = {}
         self._where: dict[tuple[int, str], list[str]] = {}
         self._lock = threading.Lock()
-        self._beats: dict[str, tuple[Any, float]] = {}
-        self._silent: dict[str, tuple[float, str]] = {}
-        """By node: since when its keeper is out of reach, and why."""
+        self._pulse = Pulse(unresponsive_after)
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
@@ -95,6 +100,7 @@ class Keepers:
         generation: int,
         ttl: float,
         checkpoints: str,
+        unresponsive_after: float = ORDER_SECONDS,
     ) -> "Keepers":
         """Finds the run's keepers on all live nodes, starts those that `nodes` lack, and fences older generations.
 
@@ -106,13 +112,14 @@ class Keepers:
             generation: of this driver.
             ttl: seconds that keepers outlive a driver; holds for those that are found, too.
             checkpoints: root of the step folders; the same.
+            unresponsive_after: seconds without an answer to `beat` after which a keeper is lost.
 
         Raises:
             StaleGenerationError: a newer driver has the keepers.
             ClusterError: a keeper does not start.
         """
         options = {"run_id": run_id, "secret": secret, "ttl": ttl, "checkpoints": checkpoints}
-        keepers = cls(options, namespace, generation)
+        keepers = cls(options, namespace, generation, unresponsive_after=unresponsive_after)
         found = find_keepers(namespace)
         alive = {n.node_id for n in live_nodes()}
         fences = {
@@ -167,13 +174,13 @@ class Keepers:
             self._arrive(node.node_id, 0.0)
 
     def drop(self, node_id: str) -> None:
-        """Forgets a keeper whose node, or which itself, is lost; ends it if it lives. Does not wait."""
+        """Forgets a keeper whose node, or which itself, is lost; ends it if it lives, also a stopped one: then whoever
+        waits for it is freed. Does not wait. No step is collected until `assign` has put another one in its place.
+        """
         with self._lock:
             handle = self._handles.pop(node_id, None)
             self.addresses.pop(node_id, None)
-            self._ranks.pop(node_id, None)
-            self._beats.pop(node_id, None)
-            self._silent.pop(node_id, None)
+            self._pulse.forget(node_id)
             self._polls = {r: p for r, p in self._polls.items() if p[0] != node_id}
         if handle is not None:
             end_actor(handle)
@@ -182,7 +189,7 @@ class Keepers:
         """Ends all keepers of the run and gives their memory back, but not those of a newer driver; idempotent."""
         with self._lock:
             handles = {**self._handles, **find_keepers(self._namespace)}
-            self._handles, self.addresses, self._beats = {}, {}, {}
+            self._handles, self.addresses = {}, {}
             self._polls, self._expected, self._ranks = {}, {}, {}
         calls = {n: on(h, "close", CONTROL).remote(by=self._generation) for n, h in handles.items()}
         for node_id, answer in answers_of(calls, COMMIT_SECONDS).items():
@@ -245,9 +252,9 @@ class Keepers:
             timeout: seconds to wait for the first.
 
         Raises:
-            KeeperLost: a keeper died or answers no more.
+            KeeperLost: a keeper died or answers no more, also where no step is waited for.
             StaleGenerationError: a newer driver has the keepers.
-            ClusterError: a keeper's peer refuses replicas, with the reason.
+            CopyRefused: a keeper's peer takes no replica of a step, with the reason.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -338,18 +345,8 @@ class Keepers:
 
     def beat(self) -> None:
         """Tells the keepers that the driver lives; does not wait. What does not answer is `KeeperLost` in `poll`."""
-        now = time.monotonic()
         with self._lock:
-            for node_id, handle in self._handles.items():
-                before = self._beats.get(node_id)
-                if before is not None:
-                    answer = answers_of({node_id: before[0]}, 0.0)[node_id]
-                    if isinstance(answer, GetTimeoutError):
-                        if now - before[1] > ORDER_SECONDS:
-                            self._silent.setdefault(node_id, (before[1], f"no answer for {ORDER_SECONDS:.0f} s"))
-                        continue
-                    self._note(node_id, answer)
-                self._beats[node_id] = (on(handle, "beat", CONTROL).remote(self._generation), now)
+            self._pulse.beat(self._handles, self._generation)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -403,7 +400,8 @@ class Keepers:
         with self._lock:
             self._expected[step] = _Expected(began=began)
             for node_id in self._ranks:
-                self._ask(node_id, step)
+                if node_id in self._handles:
+                    self._ask(node_id, step)
 
     def _ask(self, node_id: str, step: int) -> None:
         call = on(self._handles[node_id], "collect", COLLECT)
@@ -424,21 +422,20 @@ class Keepers:
         with self._lock:
             for reference, answer in answers.items():
                 node_id, step, _ = self._polls.pop(reference, ("", -1, 0.0))
-                if step not in self._expected or node_id not in self._ranks:
+                if step not in self._expected or node_id not in self._handles:
                     continue
-                if isinstance(answer, StaleGenerationError | ClusterError) and not isinstance(answer, KeeperLost):
+                if isinstance(answer, StaleGenerationError):
                     raise answer
-                self._note(node_id, answer)
+                if isinstance(answer, ClusterError):
+                    raise CopyRefused(answer.message, fix=answer.fix, step=step, node_id=node_id)
+                self._pulse.note(node_id, answer)
                 if isinstance(answer, list):
                     self._expected[step].answers[node_id] = answer
                 else:
                     self._ask(node_id, step)
             for node_id, _, asked in self._polls.values():
-                if now - asked > POLL_SECONDS + ORDER_SECONDS:
-                    self._silent.setdefault(node_id, (asked, f"no answer for {now - asked:.0f} s"))
-            for node_id, (since, cause) in self._silent.items():
-                if now - since > UNAVAILABLE_SECONDS:
-                    raise lost(node_id, cause)
+                self._pulse.waits(node_id, asked, POLL_SECONDS + ORDER_SECONDS)
+            self._pulse.check()
             return self._complete_steps(now)
 
     def _complete_steps(self, now: float) -> list[Collected]:
@@ -461,17 +458,6 @@ class Keepers:
             oldest = sorted({key[0] for key in self._where})[-4:][0]
             self._where = {key: homes for key, homes in self._where.items() if key[0] >= oldest}
         return done
-
-    def _note(self, node_id: str, answer: Any) -> None:
-        """What an answer says about the health of a keeper."""
-        if isinstance(answer, ActorUnavailableError):
-            self._silent.setdefault(node_id, (time.monotonic(), first_line(answer)))
-        elif isinstance(answer, RayActorError):
-            self._silent[node_id] = (float("-inf"), first_line(answer))
-        elif isinstance(answer, BaseException) and not isinstance(answer, RaycpError | GetTimeoutError):
-            self._silent[node_id] = (float("-inf"), f"{type(answer).__name__}: {first_line(answer)}")
-        else:
-            self._silent.pop(node_id, None)
 
     def _raise_first(self, answers: Mapping[str, Any]) -> None:
         for node_id, answer in answers.items():

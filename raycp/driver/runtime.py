@@ -179,6 +179,7 @@ class RayRuntime:
             generation=generation,
             ttl=self._spec.config.elastic.keeper_ttl,
             checkpoints=self._checkpoints,
+            unresponsive_after=self._spec.config.elastic.heartbeat_timeout,
         )
 
     def clock(self) -> float:

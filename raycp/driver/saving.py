@@ -2,7 +2,8 @@
 
 Guarantees: copies in memory are committed as they arrive, also inside the next step; checkpoints are ordered from them
 and never waited for, but at the end, at a stop and before a resize; what copies cannot bring to safety the ranks write
-to storage themselves; a lost keeper is replaced at the next step boundary; when a run fails, the newest committed step
+to storage themselves; a keeper that is lost or answers no more is let go at once, since ranks may wait for it inside
+the step, and replaced at the step's end; when a run fails, the newest committed step
 goes to storage, and if it could not, the keepers keep it. Costs nothing beside `commits` and `checkpoints`.
 """
 
@@ -15,7 +16,7 @@ from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.commits import Commits
 from raycp.driver.display import Display
 from raycp.driver.formation import PATIENCE, Formation
-from raycp.driver.keepers import KeeperLost
+from raycp.driver.keepers import CopyRefused, KeeperLost
 from raycp.driver.record import RunRecord
 from raycp.driver.runtime import KeepersLike
 from raycp.events import EventLog
@@ -23,6 +24,8 @@ from raycp.training.checkpoint import step_folder
 from raycp.training.manifest import Manifest, ShardRecord
 from workers.messages import RunSpec
 
+BEATS = 4
+"""Words of the driver to a keeper within `heartbeat_timeout`."""
 COMMIT_SECONDS = 60.0
 """How long the end of a run, or a resize, waits for the last copies in memory before the ranks write themselves."""
 LAST_SECONDS = 3.0
@@ -71,7 +74,8 @@ class Saving:
         self._display = display
         self._clock = clock
         self._due: set[int] = set()
-        self._lost_keeper: KeeperLost | None = None
+        self._lost: list[KeeperLost] = []
+        self._refusal = ""
         self._beats: _Beats | None = None
         self._unsaved = False
         self.copy_problems: dict[int, str] = {}
@@ -81,7 +85,8 @@ class Saving:
         """The workers are placed, and with them the keepers, if there are any."""
         memory = self._formation.memory
         if memory is not None:
-            self._beats = _Beats(memory, every=self._elastic.keeper_ttl / 10)
+            every = min(self._elastic.keeper_ttl / 10, self._elastic.heartbeat_timeout / BEATS)
+            self._beats = _Beats(memory, every=every)
             self.commits = Commits(self._events, memory, manifest=self.manifest, may_commit=self._record.check_current)
 
     def wants_copy(self, step: int) -> bool:
@@ -103,34 +108,67 @@ class Saving:
         return step % self._elastic.checkpoint_every == 0
 
     def interrupted(self) -> None:
-        """A failure: another world will be formed."""
-        self._lost_keeper = None
+        """A failure: another world will be formed, with keepers for it."""
+        self._lost, self.copy_problems = [], {}
 
     def meanwhile(self) -> None:
-        """While a step runs: commits what has arrived of the step before."""
-        if self._lost_keeper is None:
-            try:
-                for manifest in self.commits.advance():
-                    self._order_if_due(manifest)
-            except KeeperLost as lost:  # replaced when the step is done, if it was not a whole node
-                self._lost_keeper = lost
+        """While a step runs: commits what has arrived of the step before, orders a checkpoint that is due."""
+        for manifest in self._take():
+            self._order_if_due(manifest)
 
     def look_after(self) -> None:
         """Commits what has arrived, orders and watches checkpoints, replaces a lost keeper."""
         if self._formation.memory is None:
             return
         self.meanwhile()
-        if self._lost_keeper is not None:
-            self._keeper_lost(self._lost_keeper)
+        if self._lost:
+            self._replace()
         elif self.copy_problems:
             self._copies_failed(self.copy_problems)
         self._checkpoints.advance(self._formation.memory)
 
-    def _keeper_lost(self, lost: KeeperLost) -> None:
-        self._lost_keeper = None
-        self._events.write("keeper_lost", node=lost.node_id, step=self.commits.committed)
-        self._formation.replace_keeper(lost)
+    def let_go(self, lost: KeeperLost) -> None:
+        """A keeper is lost, or stands still: nobody waits for it any more. `look_after` puts another in its place."""
+        if self._formation.memory is not None:
+            self._formation.memory.drop(lost.node_id)  # first: the others are waited for
         self.commits.lost_copies()
+        self._lost.append(lost)
+
+    def _take(self, timeout: float = 0.0) -> list[Manifest]:
+        """Commits what has arrived, or arrives within `timeout` seconds; gives up what will not."""
+        made: list[Manifest] = []
+        try:
+            made = self.commits.advance(timeout)
+        except KeeperLost as lost:
+            self.let_go(lost)
+        except CopyRefused as refused:
+            self._refused(refused)
+        self._refusal = "" if made else self._refusal
+        return made
+
+    def _flush(self, step: int, seconds: float) -> list[Manifest]:
+        """Waits until `step` is committed or will not be, `seconds` at most."""
+        made: list[Manifest] = []
+        deadline = self._clock() + seconds
+        while self.commits.committed < step and self.commits.expects(step) and self._clock() < deadline:
+            made += self._take(0.2)
+        return made
+
+    def _replace(self) -> None:
+        lost, self._lost = self._lost, []
+        self._formation.replace_keepers(lost, step=self.commits.committed)
+        self.commits.lost_copies()
+
+    def _refused(self, refused: CopyRefused) -> None:
+        """The node of a copy's second home is short of memory, or cannot be reached from the first one."""
+        d = refused.details
+        self._events.write(
+            "snapshot_failed", rank=None, node=d["node_id"], cause=refused.message, step=self.commits.committed
+        )
+        if self._refusal != refused.message:
+            self._refusal = refused.message
+            self._display.say(f"{refused.message}; the next copy is tried all the same")
+        self.commits.lost_copies(int(d["step"]))
 
     def _copies_failed(self, problems: dict[int, str]) -> None:
         """Copies of some ranks were not made, though no keeper is known to be lost: they begin anew."""
@@ -153,16 +191,20 @@ class Saving:
             generation = self._record.generation
             if step not in self.commits.known and self.commits.committed < step:
                 raise AssertionError(f"step {step} was never reported")
+            if self._lost:
+                self._replace()
             if self.commits.committed < step and not self.commits.expects(step):
-                self._formation.ranks.gather(
-                    lambda m: m.actor.snapshot.remote(generation, step), what=f"copy of step {step}"
+                self._formation.ranks.gather(  # it waits for the commit of the copy before
+                    lambda m: m.actor.snapshot.remote(generation, step),
+                    what=f"copy of step {step}",
+                    meanwhile=self.meanwhile,
                 )
-                self.commits.expect(step)
-            try:
-                for manifest in self.commits.flush(step, COMMIT_SECONDS):
-                    self._order_if_due(manifest)
-            except KeeperLost as lost:
-                self._keeper_lost(lost)
+                if not self._lost:
+                    self.commits.expect(step)
+            for manifest in self._flush(step, COMMIT_SECONDS):
+                self._order_if_due(manifest)
+            if self._lost:
+                self._replace()
             if self.commits.committed >= step:
                 return
         self.save_by_ranks(step)
@@ -213,7 +255,7 @@ class Saving:
             return
         self._unsaved = True
         if self.commits.known and not stopped:
-            self.commits.flush(max(self.commits.known), LAST_SECONDS)
+            self._flush(max(self.commits.known), LAST_SECONDS)
         manifest = self.commits.newest
         if manifest is None or manifest.step <= self._checkpoints.newest_step:
             self._unsaved = False

@@ -14,9 +14,10 @@ from typing import Any
 
 from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.cluster import NodeInfo
-from raycp.driver.keepers import KeeperLost
+from raycp.driver.copies import replica_homes
+from raycp.driver.keepers import CopyRefused, KeeperLost
 from raycp.driver.membership import Member
-from raycp.errors import StaleGenerationError, WorkerError
+from raycp.errors import CheckpointError, ClusterError, StaleGenerationError, WorkerError
 from raycp.events import EventLog
 from raycp.training.committed import Newest
 from raycp.training.manifest import Manifest, ShardEntry, ShardRecord
@@ -39,7 +40,8 @@ class Fault:
 
     `kind`: "die" (the rank's process), "node" (all processes of its node, and its keeper), "freeze" (silent until it is
     killed), "raise" (an error of its own), "fatal" (one that comes again), "damaged" (what it
-    read from storage), "keeper" (of its node), "copy" (its copies fail until it is attached to a keeper again).
+    read from storage), "keeper" (of its node), "keeper frozen" (silent until it is killed), "full" (the peer has no
+    memory for a replica once), "copy" (its copies fail until it is attached to a keeper again).
     """
 
     where: str
@@ -72,6 +74,8 @@ class Process:
     alive: bool = True
     frozen: bool = False
     uncopied: str = ""
+    keeper: KeeperAddress | None = None
+    copying: "Copy | None" = None
     generation: int = 0
     rank: int = -1
     state: str | None = None
@@ -90,11 +94,11 @@ class Process:
     def do_join(self, rendezvous: Rendezvous) -> None:
         assert rendezvous.generation > self.generation, "a generation is used once"
         self.generation, self.rank, self.state = rendezvous.generation, rendezvous.rank, None
-        self.uncopied = ""
+        self.keeper, self.copying, self.uncopied = rendezvous.keeper, None, ""
 
     def do_attach(self, generation: int, keeper: KeeperAddress, secret: bytes) -> None:
         self.accept(generation)
-        self.uncopied = ""
+        self.keeper, self.copying, self.uncopied = keeper, None, ""
 
     def do_build(self, generation: int, *, initialise: bool, recompute: bool) -> None:
         self.accept(generation)
@@ -112,10 +116,11 @@ class Process:
         self.accept(request.generation)
         assert request.generation == self.generation
         assert self.state is not None
+        assert self.copying is None, "the state changes while it is copied"
         assert request.step == self.step_done + 1, f"step {request.step} after {self.step_done}"
         self.state, self.step_done = after(self.state, request.step, request.pack_ids), request.step
-        if request.snapshot and not self.uncopied:
-            self.world.seal(self, request.step)
+        if request.snapshot:
+            self.world.copy(self, request.step)
         return StepReport(
             generation=request.generation,
             step=request.step,
@@ -134,7 +139,7 @@ class Process:
     def do_snapshot(self, generation: int, step: int) -> None:
         self.accept(generation)
         assert step == self.step_done
-        self.world.seal(self, step)
+        self.world.copy(self, step)
 
     def do_save(self, generation: int, step: int, folder: str) -> ShardRecord:
         self.accept(generation)
@@ -147,6 +152,19 @@ class Process:
         self.accept(generation)
         self.world.exported = self.world.disk[checkpoint]
         return out
+
+
+@dataclass(eq=False, kw_only=True)
+class Copy:
+    """The state of a rank on its way to the keeper of its node."""
+
+    process: Process
+    keeper: KeeperAddress | None
+    generation: int
+    rank: int
+    step: int
+    state: str
+    record: ShardRecord
 
 
 @dataclass(eq=False)
@@ -164,6 +182,9 @@ class FakeCluster:
         nodes: {node id: slots}.
         faults: the script.
         late: {call number: {node id: slots}}: capacity that appears later, at that `gather`.
+
+    Attributes:
+        lag: looks of the driver for which a copy is on its way.
     """
 
     address = "10.0.0.1"
@@ -178,6 +199,7 @@ class FakeCluster:
         self.faults = list(faults)
         self.late = dict(late or {})
         self.calls: list[str] = []
+        self.lag = 0
         self.fleet = self
         self.workers: list[FakeWorker] = []
         self.dead_nodes: set[str] = set()
@@ -275,10 +297,21 @@ class FakeCluster:
         assert self.memory is not None
         return len(self.memory.node_of_rank)
 
-    def seal(self, process: Process, step: int) -> None:
+    def copy(self, process: Process, step: int) -> None:
         assert self.memory is not None
         assert process.state is not None
-        self.memory.seal(process, step)
+        if not process.uncopied:
+            process.copying = Copy(
+                process=process,
+                keeper=process.keeper,
+                generation=process.generation,
+                rank=process.rank,
+                step=step,
+                state=process.state,
+                record=self.shard(process),
+            )
+            self.memory.copies.append(process.copying)
+            self.memory.settle()
 
     def lose_node(self, node_id: str) -> None:
         self.dead_nodes.add(node_id)
@@ -317,11 +350,17 @@ class FakeRanks:
         raised = self._strike(what)
         if meanwhile is not None and number % 2:
             meanwhile()
+        fails = raised or any(not m.actor.alive or m.actor.frozen for m in chosen)
+        if what.startswith("step") and not fails:
+            self._wait_for_copies(chosen, what, meanwhile)
         answers = []
         for member in chosen:
             process: Process = member.actor
-            if process.alive and not process.frozen and member.rank not in raised:
+            waits = what.startswith("step") and process.copying is not None  # a peer is lost: it gets no further
+            if process.alive and not process.frozen and member.rank not in raised and not waits:
                 answers.append(call(member)())
+        if what.startswith("copy") and not fails:
+            self._wait_for_copies(chosen, what, meanwhile)
         lost = [m.rank for m in chosen if not m.actor.alive or m.actor.frozen]
         if lost or raised:
             rank = lost[0] if lost else next(iter(raised))
@@ -335,6 +374,19 @@ class FakeRanks:
                 damaged=raised.get(rank) == "damaged",
             )
         return answers
+
+    def _wait_for_copies(self, chosen: Sequence[Member], what: str, meanwhile: Callable[[], None] | None) -> None:
+        """As a rank before its update: until its copy is made, or is known not to be."""
+        memory = self.world.memory
+        for _ in range(20):
+            if memory is not None:
+                memory.settle()
+            if all(m.actor.copying is None for m in chosen):
+                return
+            if meanwhile is None:
+                break
+            meanwhile()
+        raise AssertionError(f"{what}: a rank waits for ever for its copy, and the run with it")
 
     def _strike(self, what: str) -> dict[int, str]:
         raised: dict[int, str] = {}
@@ -356,6 +408,12 @@ class FakeRanks:
                 case "keeper":
                     if self.world.memory is not None:
                         self.world.memory.lose(member.probe.node_id)
+                case "keeper frozen":
+                    if self.world.memory is not None and member.probe.node_id in self.world.memory.addresses:
+                        self.world.memory.frozen[member.probe.node_id] = 3
+                case "full":
+                    if self.world.memory is not None:
+                        self.world.memory.full += 1
                 case _:
                     raised[member.rank] = fault.kind
         return raised
@@ -367,84 +425,191 @@ class FakeRanks:
         return
 
 
+Key = tuple[int, int, int]
+"""(step, generation, rank) of an image."""
+
+
 @dataclass(eq=False)
 class FakeKeepers:
-    """Keepers with one replica on the next node; a step is held until a newer one is committed."""
+    """Keepers with one replica on the next node. As the real ones: an image waits for the commit of the one before, a
+    frozen keeper answers nothing and frees nobody, one that is lost is told where it is asked.
+
+    Attributes:
+        frozen: {node: looks until its silence is noticed}.
+        full: so many of the next replicas are refused.
+        slow: looks that a write to storage takes.
+    """
 
     world: FakeCluster
     addresses: dict[str, KeeperAddress] = field(default_factory=dict)
     node_of_rank: list[str] = field(default_factory=list)
+    peers: dict[str, str | None] = field(default_factory=dict)
     generation: int = 0
-    held: dict[str, dict[tuple[int, int, int], ShardRecord]] = field(default_factory=dict)
+    held: dict[str, dict[Key, ShardRecord]] = field(default_factory=dict)
+    home: dict[Key, str] = field(default_factory=dict)
     manifests: dict[int, Manifest] = field(default_factory=dict)
+    committed: tuple[int, int] = (-1, -1)
+    abandoned: tuple[int, int] = (-1, -1)
     awaited: list[tuple[int, int]] = field(default_factory=list)
+    looks: dict[tuple[int, int], int] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    refused: set[Key] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)
+    frozen: dict[str, int] = field(default_factory=dict)
+    full: int = 0
+    slow: int = 0
+    made: int = 0
     closed: bool = False
 
     def add(self, node: NodeInfo) -> None:
-        self.addresses[node.node_id] = KeeperAddress(node_id=node.node_id, host="", port=1, unix="")
-        self.held.setdefault(node.node_id, {})
+        if node.node_id in self.world.dead_nodes:
+            raise ClusterError(f"the keeper on node {node.node_id} does not start", node_id=node.node_id)
+        if node.node_id not in self.addresses:
+            self.made += 1
+            self.addresses[node.node_id] = KeeperAddress(node_id=node.node_id, host="", port=self.made, unix="")
+            self.held[node.node_id] = {}
 
     def begin(self, node: NodeInfo) -> None:
-        if node.node_id not in self.addresses:
+        if node.node_id not in self.world.dead_nodes:
             self.add(node)
 
     def drop(self, node_id: str) -> None:
         self.addresses.pop(node_id, None)
+        self.frozen.pop(node_id, None)
+        self.held[node_id] = {}
         self.gone = [n for n in self.gone if n != node_id]
+        self.settle()
 
     def lose(self, node_id: str) -> None:
-        self.held[node_id] = {}
-        self.gone.append(node_id)
+        if node_id in self.addresses:
+            self.frozen.pop(node_id, None)
+            self.held[node_id] = {}
+            self.gone.append(node_id)
+
+    def answers(self, node_id: str) -> bool:
+        return node_id in self.addresses and node_id not in self.gone and node_id not in self.frozen
 
     def assign(self, generation: int, node_of_rank: Sequence[str]) -> None:
         assert generation >= self.generation
+        for node_id in [*self.addresses, *node_of_rank]:
+            if not self.answers(node_id):
+                raise KeeperLost(f"the keeper of {node_id} does not answer", node_id=node_id)
+        if generation > self.generation:
+            self.awaited = []
         self.generation, self.node_of_rank = generation, list(node_of_rank)
+        self.peers = replica_homes(list(dict.fromkeys(node_of_rank)), list(self.addresses))
+        self.settle()
+        for node_id in self.addresses:
+            for key in list(self.held[node_id]):
+                home = self.home[key]
+                if home == node_id or key not in self.held.get(home, {}):
+                    self._replicate(key, node_id)
 
-    def seal(self, process: Process, step: int) -> None:
-        if process.generation < self.generation:
-            return  # a zombie: refused
-        nodes = [n for n in sorted(self.addresses) if n not in self.gone]
-        if process.node_id not in nodes:
-            return
-        peer = nodes[(nodes.index(process.node_id) + 1) % len(nodes)]
-        record = self.world.shard(process)
-        for node_id in {process.node_id, peer}:
-            self.held[node_id][step, process.generation, process.rank] = record
-        shards = self._shards(step, process.generation)
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Whatever can move moves."""
+        for copy in list(self.copies):
+            node_id = copy.process.node_id
+            if copy.generation < self.generation or copy is not copy.process.copying:
+                self.copies.remove(copy)  # a zombie: refused
+            elif node_id in self.gone or copy.keeper is None or copy.keeper != self.addresses.get(node_id):
+                copy.process.copying, copy.process.uncopied = None, "the keeper left"
+                self.copies.remove(copy)
+            elif node_id not in self.frozen and not self._waits(copy):
+                copy.process.copying = None
+                self.copies.remove(copy)
+                self._seal(copy)
+
+    def _waits(self, copy: Copy) -> bool:
+        """Whether an image of an earlier step waits for its commit."""
+        return any(
+            (generation, rank) == (copy.generation, copy.rank)
+            and step < copy.step
+            and (generation, step) > max(self.committed, self.abandoned)
+            for step, generation, rank in self.held[copy.process.node_id]
+        )
+
+    def _seal(self, copy: Copy) -> None:
+        key = copy.step, copy.generation, copy.rank
+        self.home[key] = copy.process.node_id
+        self.held[copy.process.node_id][key] = copy.record
+        if self.full:
+            self.full -= 1
+            self.refused.add(key)
+        else:
+            self._replicate(key, copy.process.node_id)
+        shards = self._shards(copy.step, copy.generation, [*self.addresses])
         if shards is not None:
-            assert process.state is not None
-            self.world.states[step, shards] = process.state
+            self.world.states[copy.step, shards] = copy.state
+
+    def _replicate(self, key: Key, node_id: str) -> None:
+        peer = self.peers.get(node_id)
+        if peer is not None and self.answers(peer) and self.answers(node_id):
+            self.held[peer][key] = self.held[node_id][key]
+            self.refused.discard(key)
+
+    def _complete(self, step: int, generation: int) -> tuple[ShardRecord, ...] | None:
+        """The shards, if every keeper has those of its ranks, and its peer has them too."""
+        for rank, node_id in enumerate(self.node_of_rank):
+            key, peer = (step, generation, rank), self.peers.get(node_id)
+            if not self.answers(node_id) or key not in self.held[node_id]:
+                return None
+            if peer is not None and key not in self.held.get(peer, {}):
+                return None
+        return self._shards(step, generation, list(self.addresses))
 
     def expect(self, step: int) -> None:
         self.awaited.append((step, self.generation))
 
     def poll(self, timeout: float = 0.0) -> list[Any]:
-        if self.gone:
-            node_id = self.gone[0]
-            raise KeeperLost(f"the keeper of {node_id} is gone", node_id=node_id)
         self.world.sleep(timeout)
+        for node_id in [n for n in self.frozen if n in self.addresses]:
+            self.frozen[node_id] -= 1
+        silent = [*self.gone, *(n for n, looks in self.frozen.items() if looks <= 0)]
+        if silent:
+            raise KeeperLost(f"the keeper of {silent[0]} is lost", node_id=silent[0])
+        self.settle()
         found = []
         for step, generation in list(self.awaited):
-            shards = self._shards(step, generation)
+            refused = [k for k in self.refused if k[:2] == (step, generation)]
+            if refused:
+                raise CopyRefused(
+                    f"step {step} has no replica: no memory", step=step, node_id=self.node_of_rank[refused[0][2]]
+                )
+            shards = self._complete(step, generation)
             if shards is not None:
+                self.looks[step, generation] = self.looks.get((step, generation), 0) + 1
+            if shards is not None and self.looks[step, generation] > self.world.lag:
                 self.awaited.remove((step, generation))
                 found.append(SimpleNamespace(step=step, shards=shards, bytes=4, seconds=0.1))
         return found
 
     def commit(self, manifest: Manifest) -> None:
+        if self.addresses and not any(self.answers(n) for n in self.addresses):
+            node_id = next(iter(self.addresses))
+            raise KeeperLost(f"the keeper of {node_id} does not answer", node_id=node_id)
         self.manifests[manifest.step] = manifest
+        self.committed = manifest.age
+        files = {s.file for s in manifest.shards}
         for slots in self.held.values():
-            for key in [k for k in slots if k[0] < manifest.step]:
-                del slots[key]
+            for key in [k for k in slots if (k[1], k[0]) <= manifest.age]:
+                if key[0] != manifest.step or slots[key].file not in files:
+                    del slots[key]
+        self.settle()
 
     def abandon(self, step: int) -> None:
         self.awaited = [(s, generation) for s, generation in self.awaited if s > step]
+        self.abandoned = max(self.abandoned, (self.generation, step))
+        self.settle()
+
+    # -- recovery, storage ------------------------------------------------------------------------------------------
 
     def newest(self, known: Sequence[int]) -> MemoryPoint | None:
         found: list[Manifest] = []
-        for step, generation in {(s, g) for slots in self.held.values() for s, g, _ in slots}:
-            shards = self._shards(step, generation)
+        nodes = [n for n in self.addresses if self.answers(n)]
+        for step, generation in {(s, g) for n in nodes for s, g, _ in self.held[n]}:
+            shards = self._shards(step, generation, nodes)
             if shards is None:
                 continue
             manifest = self.manifests.get(step)
@@ -456,13 +621,13 @@ class FakeKeepers:
                         step=step, cursor={}, plan_hash="", generation=generation, run_id="", grid={}, shards=shards
                     )
                 )
-        best = max(found, key=lambda m: (m.step, m.generation), default=None)
+        best = max(found, key=lambda m: m.age, default=None)
         return None if best is None else MemoryPoint(manifest=best, holders={})
 
-    def _shards(self, step: int, generation: int) -> tuple[ShardRecord, ...] | None:
+    def _shards(self, step: int, generation: int, nodes: Sequence[str]) -> tuple[ShardRecord, ...] | None:
         records = {}
-        for slots in self.held.values():
-            for (s, g, rank), record in slots.items():
+        for node_id in nodes:
+            for (s, g, rank), record in self.held[node_id].items():
                 if (s, g) == (step, generation):
                     records[rank] = record
         if not records:
@@ -471,19 +636,45 @@ class FakeKeepers:
         return tuple(records[r] for r in sorted(records)) if sorted(records) == list(range(size)) else None
 
     def keep_only(self, point: MemoryPoint) -> None:
-        for slots in self.held.values():
-            for key in [k for k in slots if k[0] != point.manifest.step or k[1] != point.manifest.generation]:
+        files = {s.file for s in point.manifest.shards}
+        for node_id, slots in self.held.items():
+            if node_id in self.addresses and not self.answers(node_id):
+                raise KeeperLost(f"the keeper of {node_id} does not answer", node_id=node_id)
+            for key in [k for k in slots if k[0] != point.manifest.step or slots[k].file not in files]:
                 del slots[key]
+        self.committed = point.manifest.age
 
     def persist(self, manifest: Manifest, folder: str, *, commit: bool = False) -> Any:
-        self.world.disk[folder] = (manifest.step, self.world.states[manifest.step, manifest.shards])
-        return SimpleNamespace(poll=lambda: True, wait=lambda timeout: True)
+        there = {
+            r.file
+            for n in self.addresses
+            if self.answers(n)
+            for (s, _, _), r in self.held[n].items()
+            if s == manifest.step
+        }
+        for shard in manifest.shards:
+            if shard.file not in there:
+                raise CheckpointError(
+                    f"{shard.file} of step {manifest.step} is held by no keeper", fix="write a newer step"
+                )
+        left = [self.slow]
+
+        def poll() -> bool:
+            left[0] -= 1
+            if left[0] < 0:
+                self.world.disk[folder] = (manifest.step, self.world.states[manifest.step, manifest.shards])
+            return left[0] < 0
+
+        if commit:  # whoever ordered that does not look
+            while not poll():
+                pass
+        return SimpleNamespace(poll=poll, wait=lambda timeout: (self.world.sleep(timeout), poll())[1])
 
     def unreachable(self, seconds: float, suspects: Collection[str] = ()) -> list[str]:
-        return [n for n in self.addresses if n in self.gone]
+        return [n for n in self.addresses if n in self.gone or (n in suspects and n in self.frozen)]
 
     def kill_process(self, node_id: str, pid: int, started: float) -> bool:
-        return node_id in self.addresses
+        return self.answers(node_id)
 
     def is_stopped(self, node_id: str, pid: int, started: float) -> bool:
         return any(w.probe.pid == pid and w.actor.frozen for w in self.world.workers)

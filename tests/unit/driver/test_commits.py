@@ -143,15 +143,6 @@ def test_without_memory_a_step_counts_when_it_is_reported(tmp_path: Path) -> Non
     assert (written(tmp_path), commits.committed) == ([1], 1)
 
 
-def test_flush_waits_for_the_step_and_not_for_ever(tmp_path: Path) -> None:
-    memory = Memory()
-    commits = made(tmp_path, memory)
-    report(commits, 1)
-    assert commits.flush(1, 0.05) == []
-    memory.ready = [1]
-    assert [m.step for m in commits.flush(1, 5.0)] == [1]
-
-
 @pytest.mark.parametrize("shards", [(), (shard(0, 3),), (shard(0, 3), shard(2, 4))])
 def test_copies_that_do_not_make_a_whole_state_are_not_committed(
     shards: tuple[ShardRecord, ...], tmp_path: Path

@@ -116,6 +116,18 @@ def check_complete(folder: Path, run: Run) -> None:
     assert run.cluster.closed
 
 
+def stop_at(run: Run, what: str) -> None:
+    """A person asks the run to stop while `what` runs."""
+
+    class Stop(list[str]):
+        def append(self, text: str) -> None:
+            super().append(text)
+            if text == what:
+                run.stop.requested = True
+
+    run.cluster.calls = Stop()
+
+
 def test_an_unbroken_run(tmp_path: Path) -> None:
     run = Run(tmp_path, FakeCluster(TWO_NODES))
     outcome = run()
@@ -304,6 +316,94 @@ def test_a_lost_keeper_is_replaced_and_costs_no_step(tmp_path: Path) -> None:
     assert "attaching to the keepers" in cluster.calls
 
 
+def test_a_keeper_that_stands_still_costs_no_step(tmp_path: Path) -> None:
+    """The run hung for ever: ranks waited inside the step for a keeper that was to be replaced after it."""
+    cluster = FakeCluster(TWO_NODES, [Fault("step 3", 0, "keeper frozen", rank=0)])
+    run = Run(tmp_path, cluster)
+    run()
+    check_complete(tmp_path, run)
+    assert [e["node"] for e in named(tmp_path, "keeper_lost")] == ["a"]
+    assert named(tmp_path, "recovered", "worker_lost") == []
+
+
+def test_a_keeper_that_stands_still_while_a_step_before_a_resize_is_copied(tmp_path: Path) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("copy of step 5", 0, "keeper frozen")]), snapshot_every=4)
+    stop_at(run, "step 5")
+    assert run().status == "stopped"
+    assert [s for s, _ in steps(tmp_path)] == [1, 2, 3, 4, 5]
+    assert len(named(tmp_path, "keeper_lost")) == 1
+
+
+def test_a_stop_between_two_snapshots_does_not_wait_for_the_commit_of_the_first_for_ever(tmp_path: Path) -> None:
+    """The copy of the last step waited for a commit that nobody made meanwhile."""
+    run = Run(tmp_path, FakeCluster(TWO_NODES), snapshot_every=4, checkpoint_every=100)
+    run.cluster.lag = 3
+    stop_at(run, "step 5")
+    assert run().status == "stopped"
+    assert [s for s, _ in steps(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [e["step"] for e in named(tmp_path, "checkpoint")] == [5]
+
+
+def test_a_node_short_of_memory_for_a_moment_does_not_end_the_run(tmp_path: Path) -> None:
+    """It ended with "step 3 has no replica", although every rank was well."""
+    cluster = FakeCluster(TWO_NODES, [Fault("step 3", 0, "full"), Fault("step 6", 0, "die", rank=2)])
+    run = Run(tmp_path, cluster, checkpoint_every=100)
+    run()
+    check_complete(tmp_path, run)
+    (failed,) = named(tmp_path, "snapshot_failed")
+    assert (failed["rank"], failed["node"], failed["step"]) == (None, "a", 2)
+    assert "step 3 has no replica: no memory; the next copy is tried all the same" in run.screen.getvalue()
+    (found,) = named(tmp_path, "recovered")
+    assert (found["source"], found["steps_lost"]) == ("memory", 0)
+
+
+@pytest.mark.parametrize("second", ["keeper", "keeper frozen"])
+def test_both_keepers_lost_at_once_cost_no_step(second: str, tmp_path: Path) -> None:
+    """The second one ended the run, while all ranks were well and held the state."""
+    faults = [Fault("step 3", 0, "keeper", rank=0), Fault("step 3", 0, second, rank=2)]
+    run = Run(tmp_path, FakeCluster(TWO_NODES, faults))
+    run()
+    check_complete(tmp_path, run)
+    assert sorted(e["node"] for e in named(tmp_path, "keeper_lost")) == ["a", "b"]
+    assert named(tmp_path, "recovered", "worker_lost") == []
+
+
+def test_a_keeper_lost_while_another_is_replaced_is_replaced_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 3", 0, "keeper", rank=0)]))
+    assign, calls = FakeKeepers.assign, []
+
+    def lost_meanwhile(keepers: FakeKeepers, generation: int, node_of_rank: Any) -> None:
+        calls.append(generation)
+        if len(calls) == 2:
+            keepers.lose("b")
+        assign(keepers, generation, node_of_rank)
+
+    monkeypatch.setattr(FakeKeepers, "assign", lost_meanwhile)
+    run()
+    check_complete(tmp_path, run)
+    assert [e["node"] for e in named(tmp_path, "keeper_lost")] == ["a", "b"]
+    assert named(tmp_path, "recovered", "worker_lost") == []
+
+
+def test_keepers_that_are_lost_as_soon_as_they_start_end_the_run_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 3", 0, "keeper", rank=0)]))
+    add = FakeKeepers.add
+
+    def dies(keepers: FakeKeepers, node: NodeInfo) -> None:
+        add(keepers, node)
+        if "step 3" in run.cluster.calls:
+            keepers.lose(node.node_id)
+
+    monkeypatch.setattr(FakeKeepers, "add", dies)
+    with pytest.raises(WorkerError, match=r"keeper.* of a does not answer"):
+        run()
+    assert named(tmp_path, "run_failed")[0]["step"] == 2
+
+
 def test_a_copy_that_was_not_made_is_told_and_tried_again_and_a_later_loss_costs_no_more_than_ever(
     tmp_path: Path,
 ) -> None:
@@ -355,14 +455,7 @@ def test_another_driver_that_took_over_ends_this_one_before_it_commits(tmp_path:
 def test_a_person_stops_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
     cluster = FakeCluster(TWO_NODES)
     run = Run(tmp_path, cluster)
-
-    class Stop(list[str]):
-        def append(self, what: str) -> None:
-            super().append(what)
-            if what == "step 2":
-                run.stop.requested = True
-
-    cluster.calls = Stop()
+    stop_at(run, "step 2")
     assert run().status == "stopped"
     assert [s for s, _ in steps(tmp_path)] == [1, 2]
     again = Run(tmp_path, FakeCluster({"a": 3}), size=3)
@@ -375,7 +468,7 @@ def test_a_person_stops_the_run_and_the_same_command_goes_on(tmp_path: Path) -> 
 def test_random_faults_leave_an_exact_run_or_a_clear_end(seed: int, tmp_path: Path) -> None:
     """Every step once, and the state exact; or an error that names the cause, and nothing half done."""
     draw = random.Random(seed)
-    kinds = ["die", "freeze", "raise", "keeper", "node"]
+    kinds = ["die", "freeze", "raise", "keeper", "node", "keeper frozen", "full"]
     wheres = ["connecting", "building", "restoring", "step", "export", "copy", "attaching"]
     faults = [
         Fault(draw.choice(wheres), draw.randrange(6), draw.choice(kinds), rank=draw.randrange(4))
@@ -383,6 +476,7 @@ def test_random_faults_leave_an_exact_run_or_a_clear_end(seed: int, tmp_path: Pa
     ]
     cluster = FakeCluster({"a": 2, "b": 2, "c": draw.randrange(1, 3)}, faults)
     cluster.late = {draw.randrange(10, 30): {"d": 2}}
+    cluster.lag = draw.randrange(4)
     run = Run(tmp_path, cluster, spares=draw.randrange(2), snapshot_every=draw.choice([1, 1, 2, 3]))
     try:
         run()
