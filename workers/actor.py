@@ -87,8 +87,8 @@ class TrainWorker:
         self._train: tuple[PackLoader, Batcher] | None = None
         self._eval: tuple[PackLoader, Batcher] | None = None
         self._snapshots: SnapshotWriter | None = None
-        # What was imported stays: else each collection of a recovery would look at 400,000 objects, for half a second. The
-        # model is not frozen: it is full of cycles, and has to go when another one takes its place.
+        # What was imported stays: each collection of a recovery would look at its 400,000 objects, for half a second.
+        # The model is not frozen: it is full of cycles, and has to go when another one takes its place.
         gc.freeze()
         _end_with_parent()
 

@@ -74,11 +74,11 @@ class OnNccl(OnFake):
 
 
 class OnNcclFrozen(OnNccl):
-    """Planted fault: the collector goes on leaving alone what it was told to while the model was made."""
+    """Planted fault: the collector is told to leave the model alone."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        gc.unfreeze = lambda: None  # type: ignore[assignment]
-        super().__init__(spec)
+    def build(self, generation: int, *, initialise: bool, recompute: bool) -> None:
+        super().build(generation, initialise=initialise, recompute=recompute)
+        gc.freeze()
 
 
 class OnHccl(OnFake):

@@ -21,6 +21,7 @@ SPEC = ModelSpec.of(tiny_llama(tie_word_embeddings=True))
 
 def _train(grid: RankGrid, shard: str, dtype: str) -> list["weakref.ref[object]"]:
     """Two steps; references to what is large."""
+    gc.freeze()  # as a worker does, before it has a model
     groups = build_groups(grid)
     trainee = trainee_on(grid, SPEC, shard=shard, dtype=dtype, activation_checkpointing=True)
     optimizer = build_optimizer(trainee, OPTIMIZERS["adamw"])
@@ -31,8 +32,6 @@ def _train(grid: RankGrid, shard: str, dtype: str) -> list["weakref.ref[object]"
         optimizer.step()
         large += [p.grad for p in trainee.parameters()]
     large += [m for state in optimizer.state.values() for m in state.values() if isinstance(m, torch.Tensor) and m.ndim]
-    gc.collect()
-    gc.freeze()  # as a worker does, whose model would be looked through at every collection
     return [weakref.ref(x) for x in large]
 
 
@@ -43,7 +42,6 @@ def _left(rank: int, world_size: int, shard: str, dtype: str, cycle: bool) -> li
     found = []
     for _ in range(2):
         large = _train(RankGrid(1, world_size), shard, dtype)
-        gc.unfreeze()
         gc.collect()
         found.append(sum(x() is not None for x in large))
     return found
