@@ -35,6 +35,7 @@ LOCAL_BYTES = 128 << 20
 """Up to so much is read in this process, whose tokenizer has threads of its own."""
 _ATTEMPTS = 3
 _LOOK_SECONDS = 2.0
+_END_SECONDS = 20.0
 _ONE_THREAD = {"env_vars": {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}}
 
 
@@ -144,6 +145,8 @@ class Tasks:
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
+            if running:  # until they are gone they may still put a part into the folder
+                ray.wait(list(running), num_returns=len(running), timeout=_END_SECONDS)
 
     def _slots(self) -> dict[str, int]:
         """{node id: CPUs} of the nodes that see the folder and the files."""

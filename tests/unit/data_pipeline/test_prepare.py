@@ -115,6 +115,26 @@ def test_a_bad_row_of_a_task_is_the_same_error_as_here(cluster, small_parts, row
     assert (skipped.report["skipped"], len(skipped)) == (1, 799)
 
 
+def test_no_task_writes_any_more_when_an_error_of_another_is_raised(cluster, tmp_path):
+    """The folder is removed then, and a part came back after that."""
+
+    def works(item):
+        (tmp_path / f"begun-{item}").touch()
+        if item == 1:
+            while not (tmp_path / "begun-0").exists():
+                time.sleep(0.01)
+            raise DataError("a bad row", fix="repair it")
+        while True:
+            (tmp_path / "late").touch()
+            time.sleep(0.001)
+
+    with pytest.raises(DataError, match="a bad row"):
+        list(Tasks(tmp_path)(works, [0, 1]))
+    (tmp_path / "late").unlink(missing_ok=True)
+    time.sleep(0.5)
+    assert not (tmp_path / "late").exists()
+
+
 def test_a_task_whose_process_dies_is_done_again(cluster, tmp_path):
     mark = str(tmp_path / "died")
 
