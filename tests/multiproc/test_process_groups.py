@@ -1,5 +1,6 @@
 """The life cycle of process groups on real gloo: create, warm, abort, rebuild in the same process."""
 
+import socket
 import threading
 import time
 
@@ -70,13 +71,15 @@ def test_abort_frees_ranks_that_wait_for_a_message_long_before_the_timeout() -> 
         assert 0.3 < seconds < 5.0, f"freed after {seconds:.1f} s; the group's time-out is 30 s"
 
 
-def _listens(rank: int, world_size: int, port: int) -> tuple[set[str], int]:
+def _listens(rank: int, world_size: int, port: int, address: str) -> tuple[set[str], int]:
     """Addresses that this rank listens on for its groups, and the sockets there."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     before = set(_listening())
-    groups = create(rank, world_size, port)
+    at = rendezvous(rank, RankGrid(dp=1, ring=world_size), port)
+    groups = ProcessGroups.create(at, device=CPU, address=address)
+    groups.warm()
     found = set(_listening()) - before
     dist.barrier()
     groups.abort()
@@ -90,10 +93,19 @@ def _listening() -> list[tuple[str, int]]:
     ]
 
 
-def test_groups_listen_on_the_interface_of_the_cluster_and_on_no_other() -> None:
+OTHERS = [
+    address.address
+    for addresses in psutil.net_if_addrs().values()
+    for address in addresses
+    if address.family == socket.AF_INET and address.address != LOOPBACK
+]
+
+
+@pytest.mark.parametrize("address", [LOOPBACK, *OTHERS[:1]])
+def test_groups_listen_on_the_interface_of_the_cluster_and_on_no_other(address: str) -> None:
     store = open_store(LOOPBACK)
-    for addresses, sockets in run_ranks(_listens, 2, store.port):
-        assert addresses == {LOOPBACK}
+    for addresses, sockets in run_ranks(_listens, 2, store.port, address):
+        assert addresses == {address}
         assert sockets >= 1
 
 
