@@ -253,6 +253,7 @@ def _report(
         "skipped": skipped,
         "skipped_file": str(place / SKIPPED) if skipped else "",
         "rows_cut_at_answer": sum(r.rows_cut for r in reports),
+        "rows_ended_inside": sum(r.rows_ended_inside for r in reports),
         "documents": overflow.documents_out,
         "tokens": sum(part.num_tokens for part in parts),
         "targets": sum(part.num_targets for part in parts),

@@ -68,6 +68,14 @@ def describe(store: DocumentStore, plan: PackPlan) -> str:
         lines.append(_line("skipped", f"{report['skipped']:,} rows that cannot be used: {report['skipped_file']}"))
     if report["rows_cut_at_answer"]:
         lines.append(_line("note", f"in {report['rows_cut_at_answer']:,} rows a token was cut where the answer starts"))
+    if report.get("rows_ended_inside"):
+        lines.append(
+            _line(
+                "note",
+                f"{report['rows_ended_inside']:,} rows of token ids go on behind an end-of-sequence token: turns of "
+                "one document, or documents that see each other; if so, set data.eod_token_id",
+            )
+        )
     return "\n".join(lines)
 
 

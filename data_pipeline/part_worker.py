@@ -94,6 +94,7 @@ class PartReport:
     skipped: int = 0
     first_skipped: str = ""
     rows_cut: int = 0
+    rows_ended_inside: int = 0
     mask: str = ""
     overflow: dict[str, Any] = field(default_factory=dict)
 
@@ -169,6 +170,7 @@ class PartWorker:
                     (self.inside or told)(job.index, report.rows, min(bytes_read, part.size))
             told.close()
             report.rows_cut, report.mask = renderer.rows_cut, renderer.mask_source()
+            report.rows_ended_inside = renderer.rows_ended_inside
             report.overflow = asdict(overflow.report)
             writer.commit_part(key=self.key, report={"key": job.key(self.key), "part": asdict(report)})
         return report

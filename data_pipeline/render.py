@@ -61,6 +61,8 @@ class Renderer:
         self._template = ChatTemplate(self.encoder, chat_template) if chats else None
         self.rows_cut = 0
         """Rows in which a token would have straddled the start of an answer and was cut there."""
+        self.rows_ended_inside = 0
+        """Rows of token ids of one document that go on behind an end-of-sequence token: packed, or several turns."""
 
     @property
     def template(self) -> ChatTemplate:
@@ -127,6 +129,10 @@ class Renderer:
     def _token_documents(self, row_id: str, row: TokenRow) -> list[Document]:
         """Documents of a row of token ids; of several, those without a target are padding or context, and kept."""
         several = len(row.documents) > 1
+        if not row.packed and self.encoder.eos_id is not None:
+            ids = row.documents[0].ids
+            ends = np.flatnonzero(ids == self.encoder.eos_id)
+            self.rows_ended_inside += bool(ends.size and (ids[ends[0] :] != self.encoder.eos_id).any())
         documents = []
         for number, tokens in enumerate(row.documents, 1):
             trained = np.ones(tokens.ids.size, np.bool_) if self.train_on == "all" else tokens.trained

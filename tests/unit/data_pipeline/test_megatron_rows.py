@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from data_pipeline import build_store
+from data_pipeline import build_store, describe, plan_packs
 from data_pipeline.files import File, find_files
 from data_pipeline.readers import look_at, look_at_all, read_part
 from raycp.config import DataConfig
@@ -104,6 +104,19 @@ def test_packed_rows_are_cut_after_each_end_of_document_and_padding_is_left_out(
     assert documents(made) == DOCUMENTS
     whole = store(write_packed(f"{tmp_path}/d/alpaca", IDS, LABELS, ONES), tmp_path / "s")
     assert len(whole) == 2, "nothing says where documents end"
+
+
+def test_rows_that_may_be_packed_and_do_not_say_so_are_pointed_out(tmp_path):
+    eos = make_tokenizer().eos_token_id
+    ids = [[1, 2, eos, 3, 4, eos], [1, 2, eos, eos], [1, 2]]
+    prefix = write_packed(f"{tmp_path}/d/a", ids, ids, [[1] * len(s) for s in ids])
+
+    def report(**config):
+        made = store(prefix, tmp_path / "s", **config)
+        return describe(made, plan_packs(made.lengths, seq_length=64))
+
+    assert "note      1 rows of token ids go on behind an end-of-sequence token" in report()
+    assert "go on behind" not in report(eod_token_id=eos)
 
 
 def test_a_document_that_was_cut_has_a_number_and_no_end(tmp_path):
