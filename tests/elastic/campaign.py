@@ -255,27 +255,31 @@ class Campaign:
             case "node joins":
                 self.nodes.add()
             case "keeper dies":
-                self._kill_keeper(victim["node"])
+                self._hit_keeper(victim["node"], signal.SIGKILL)
+            case "keeper frozen":
+                self._hit_keeper(victim["node"], signal.SIGSTOP)
             case "keepers and checkpoint":
                 self._corrupt()
                 for node in self.nodes.nodes:
-                    self._kill_keeper(node.node_id)
+                    self._hit_keeper(node.node_id, signal.SIGKILL)
             case "corrupt":
                 self._corrupt()
             case "all but storage":
                 self._corrupt()
                 for node in self.nodes.nodes:
-                    self._kill_keeper(node.node_id)
+                    self._hit_keeper(node.node_id, signal.SIGKILL)
                 self._kill()
             case "driver SIGKILL":
                 self._kill()
             case _:
                 raise AssertionError(f"no such fault: {strike.fault}")
 
-    def _kill_keeper(self, node_id: str) -> None:
+    def _hit_keeper(self, node_id: str, number: signal.Signals) -> None:
         keeper = self.script.said(f"keeper-{node_id}")
         if keeper is not None:
-            send_signal(int(keeper["pid"]), signal.SIGKILL)
+            send_signal(int(keeper["pid"]), number)
+            if number == signal.SIGSTOP:
+                self.stopped.append(int(keeper["pid"]))
 
     def _corrupt(self) -> None:
         """Flips a bit in the newest checkpoint."""

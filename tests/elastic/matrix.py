@@ -40,6 +40,7 @@ FAULTS = (
     "corrupt checkpoint",
     "node joins",
     "node flaps",
+    "keeper frozen",
 )
 STANDARD = Shape()
 """Two ranks on two nodes, a spare on a third."""
@@ -88,7 +89,11 @@ COSTS: Mapping[tuple[str, str], tuple[int, int]] = {
     # (phase, fault): steps lost, steps redone, at most; (0, 2) for all others
     **{("placement", f): (0, 0) for f in FAULTS if f not in ("raylet SIGKILL", "zombie", "node flaps", "node joins")},
     ("placement", "driver SIGKILL"): (0, 2),
-    **{(p, "keeper dies"): (0, 0) for p in (*IN_STEP, "disk write", "manifest", "shutdown")},
+    **{
+        (p, fault): (0, 0)
+        for fault in ("keeper dies", "keeper frozen")
+        for p in (*IN_STEP, "disk write", "manifest", "shutdown")
+    },
     **{(p, "disk full"): (0, 0) for p in ("disk write", "manifest", "shutdown")},
     **{(p, "node joins"): (0, 0) for p in PHASES if p != "recovery"},
     # the newest one is damaged, and the one that was being written when the first fault came was never committed
@@ -118,6 +123,7 @@ DIAGONAL = (
     ("snapshot", "zombie"),
     ("recovery", "corrupt checkpoint"),
     ("replication", "keeper dies"),
+    ("snapshot", "keeper frozen"),
     ("disk write", "disk full"),
     ("manifest", "driver SIGKILL"),
     ("forward", "second fault"),
@@ -130,7 +136,8 @@ DIAGONAL = (
 def case_of(found: Pair) -> Case:
     """How the pair is brought about."""
     phase, fault = found.phase, found.fault
-    place = {"manifest": "commit" if fault in ("SIGKILL", "zombie", "keeper dies", "node flaps") else "manifest"}
+    in_memory = ("SIGKILL", "zombie", "keeper dies", "keeper frozen", "node flaps")
+    place = {"manifest": "commit" if fault in in_memory else "manifest"}
     rank = 0 if phase == "shutdown" or FAULTS.index(fault) % 2 else 1
     kill = Strike(phase="forward", fault="SIGKILL", rank=0)
     what = {"second fault": "SIGKILL", "corrupt checkpoint": "keepers and checkpoint"}.get(fault, fault)
