@@ -43,6 +43,7 @@ def largest_errors(name: str, *, cases: int, seed: int, dtype: torch.dtype) -> d
 
 
 def main() -> int:
+    """Command line."""
     options = parser(__doc__)
     options.add_argument("--cases", type=int, default=2, help="packs for each layout, kind of heads and mask")
     options.add_argument("--seed", type=int, default=0)
