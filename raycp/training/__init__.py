@@ -1,6 +1,10 @@
 """From a Hugging Face model to a sharded, restartable training state. No Ray.
 
 device.py       DeviceSpec: cpu, cuda or npu, with its collective back end and Ray resource
+accelerator.py  the device of this process: memory, streams, random numbers, whether it is healthy
+peak.py         peak FLOP/s by the name of a device, and the user's own
+vendor.py       what HCCL, NCCL and the allocators are told, each with its reason
+abort.py        frees a process from collectives of NCCL and HCCL, all groups at once, with a deadline
 mesh.py         the DeviceMesh of one generation
 spec.py         ModelSpec: where a model comes from (folder, hub, GGUF, random initialisation)
 check.py        which models are trained, how long a document may be; every refusal has a name and a reason
