@@ -30,6 +30,7 @@ from raycp.driver.signals import StopSignal
 from raycp.driver.worlds import World, Worlds
 from raycp.errors import RaycpError, WorkerError
 from raycp.events import EventLog, read_events
+from raycp.training.export import publish, written_aside
 from raycp.training.storage import Storage
 from workers.messages import EvalReport, RunSpec, StepReport, StepRequest
 
@@ -245,7 +246,7 @@ class Controller:
             incident = Incident(began=self._clock(), attempted=attempted, error=error)
         incident.note(error)
         self._saving.interrupted()
-        self._formation.take_apart(error, incident)
+        self._formation.take_apart(error, incident, committed=self._commits.committed)
         return incident
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -344,12 +345,13 @@ class Controller:
 
     def _export(self, step: int, checkpoint: str) -> Path:
         """Rank 0 writes the trained model from the checkpoint of the last step."""
-        out, generation = str(self._folder / "export"), self.generation
+        out, generation = self._folder / "export", self.generation
+        written = written_aside(out, generation)
         for again in (True, False):
             self._display.phase("exporting")
             try:
                 self._gather(
-                    lambda m: m.actor.export.remote(generation, checkpoint, out),
+                    lambda m: m.actor.export.remote(generation, checkpoint, str(written)),
                     what="export",
                     only=[0],
                     patience=PATIENCE,
@@ -360,7 +362,8 @@ class Controller:
                     raise
                 self._display.say(f"{error.details['cause']}: written again from the ranks, which hold that step")
                 self._saving.save_by_ranks(step)
-        return Path(out)
+        self._record.check_current()
+        return publish(written, out)
 
     def _picture(self) -> None:
         evals = {int(e["step"]): float(e["loss"]) for e in read_events(self._events.path) if e["event"] == "eval"}

@@ -370,6 +370,7 @@ class Fleet:
         self._recruits = [r for r in self._recruits if r.seat.node.node_id not in dead]
         for reservation in self._reservations:
             reservation.release(dead)
+        self._reservations = [r for r in self._reservations if r.shares]
 
     # -- small things -----------------------------------------------------------------------------------------------
 

@@ -17,13 +17,14 @@ from raycp.driver.copies import snapshot_budget
 from raycp.driver.keepers import KeeperLost
 from raycp.driver.membership import Member
 from raycp.driver.record import RunRecord
-from raycp.driver.recovery import Incident, Phase
+from raycp.driver.recovery import Incident, Phase, Repeaters
 from raycp.driver.runtime import KeepersLike, RanksLike, Runtime
 from raycp.driver.worlds import World, Worlds
 from raycp.errors import ClusterError, WorkerError
 from raycp.events import EventLog
 from raycp.training.latest import fence
-from workers.messages import COLLECTIVE_TIMEOUT, Rendezvous, RunSpec
+from workers.messages import COLLECTIVE_TIMEOUT, Probe, Rendezvous, RunSpec
+from workers.storage import storage_fix
 
 PATIENCE = 10.0
 """Times `heartbeat_timeout` that a rank may be silent while it loads or writes files (some libraries hold the GIL), but
@@ -95,6 +96,8 @@ class Formation:
         self._workers: list[Any] = []
         self._world: World | None = None
         self._store: Any = None
+        self._repeaters = Repeaters()
+        self._judged: tuple[list[Probe], World | None] | None = None
         self.memory: KeepersLike | None = None
 
     @property
@@ -146,9 +149,19 @@ class Formation:
     # -- a world ----------------------------------------------------------------------------------------------------
 
     def form(self, incident: Incident, commits: Commits, *, first: bool) -> Source:
-        """As `_form`; a keeper that is lost meanwhile starts it again."""
+        """As `_form`; a keeper that is lost meanwhile, or storage that fails while the run recovers, starts it again."""
         try:
             return self._form(incident, commits, first=first)
+        except OSError as error:
+            if first:
+                raise
+            raise WorkerError(
+                f"while a world was formed: {error}",
+                fix=storage_fix(error) or "look at the storage of output_dir and of the checkpoints",
+                rank=None,
+                node="the driver's",
+                cause=str(error),
+            ) from error
         except KeeperLost as lost:
             assert self.memory is not None
             self.memory.drop(lost.node_id)
@@ -173,13 +186,22 @@ class Formation:
         with incident.phase(Phase.REBUILD, clock):
             if not first:
                 self._events.generation = self._record.raise_generation()
-                fence(self._checkpoints.root, self._spec.run_id, self._record.generation)
+                self._fence_storage()
             self._appoint(self._world)
             self._connect(self._world)
         with incident.phase(Phase.RESTORE, clock):
             source = self._restore(self._world, commits)
         self._checkpoints.forget()
         return source
+
+    def _fence_storage(self) -> None:
+        """No driver or keeper of an older generation commits a checkpoint from now on. A storage that is away does not
+        hold up a recovery: `commit` fences again, and readers compare generations.
+        """
+        try:
+            fence(self._checkpoints.root, self._spec.run_id, self._record.generation)
+        except OSError as error:
+            self._say(f"checkpoint storage {self._checkpoints.root.where} does not take a write ({error}): going on")
 
     def _plan(self, incident: Incident, *, first: bool) -> World:
         """The world for the workers that are left; waits for more where the configuration says so."""
@@ -311,13 +333,14 @@ class Formation:
 
     # -- when something is lost -------------------------------------------------------------------------------------
 
-    def take_apart(self, error: WorkerError, incident: Incident) -> None:
+    def take_apart(self, error: WorkerError, incident: Incident, *, committed: int) -> None:
         """After a failure: whoever is left comes to rest, whoever is lost is fenced off."""
         clock = self._runtime.clock
         with incident.phase(Phase.FREEZE, clock):
             self._close_store()
             lost = set(self.ranks.freeze(max(FREEZE_SECONDS, self._elastic.heartbeat_timeout)))
             lost |= set(error.details.get("lost_ranks", ()))
+            lost |= self._raised_again(error, committed)
         with incident.phase(Phase.FENCE, clock):
             gone = [w for r, w in enumerate(self._workers) if r in lost and w in self._fleet.workers]
             idle = [w for w in self._fleet.workers if w not in self._workers]
@@ -331,6 +354,17 @@ class Formation:
             self._fleet.dismiss(gone, self._kill)
             for node_id in suspects & set(silent):
                 self._fleet.avoid(node_id)  # Ray takes seconds to see that a node is gone, a minute for one cut off
+
+    def _raised_again(self, error: WorkerError, committed: int) -> set[int]:
+        """Ranks whose process raises again and again: it is given up, and with it whatever is wrong inside."""
+        raised = [w for r, w in enumerate(self._workers) if r in error.details.get("raised_ranks", ())]
+        again = self._repeaters.again(raised, of=len(self._workers), committed=committed)
+        for worker in again:
+            self._say(
+                f"the process on node {worker.probe.address} (pid {worker.probe.pid}) has raised twice since step "
+                f"{committed}: it is ended, and another one takes its place"
+            )
+        return {r for r, w in enumerate(self._workers) if w in again}
 
     def _is_stopped(self, member: Member) -> bool:
         probe = member.probe
@@ -460,5 +494,7 @@ class Formation:
         if not idle:
             return None
         probes = [w.probe for w in self._fleet.workers if w in self._workers or w in idle]
-        world = self._worlds.choose(probes, shared_memory=self._shared_memory)
+        if self._judged is None or self._judged[0] != probes:  # planning takes seconds where the degrees are large
+            self._judged = probes, self._worlds.choose(probes, shared_memory=self._shared_memory)
+        world = self._judged[1]
         return world if world is not None and world.grid.world_size > size else None

@@ -159,6 +159,8 @@ class Membership:
         """
         deadline = time.monotonic() + seconds
         left = {r: m for r, m in self._open.items() if m.rank not in self._lost}
+        now = time.monotonic()  # the call may have failed before anybody was asked anything
+        self._asked, self._heard = {}, {m.rank: now for m in left.values()}
         while left and time.monotonic() < deadline:
             done, _ = ray.wait(list(left), num_returns=len(left), timeout=POLL_SECONDS)
             for reference in done:

@@ -8,10 +8,11 @@ Phases, in order: detect, freeze (every rank that is left comes to rest), fence 
 world for what is left), rebuild (a new generation of groups), restore (state from memory or storage), run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from raycp.errors import WorkerError
 
@@ -65,6 +66,31 @@ class Incident:
         )
         silent = float(details.get("silent_seconds", 0.0))
         self.seconds[Phase.DETECT.value] = self.seconds.get(Phase.DETECT.value, 0.0) + silent
+
+
+class Repeaters:
+    """Processes that raised on their own since a step was committed: one that does it again is of no use.
+
+    An accelerator's context that is broken stays so until its process ends, and raises in whatever is done there.
+    """
+
+    def __init__(self) -> None:
+        self._committed = -1
+        self._raised: list[Any] = []
+
+    def again(self, raised: Sequence[Any], *, of: int, committed: int) -> list[Any]:
+        """Which of the processes that raised have done so before, without a commit since.
+
+        Args:
+            raised: those that raised now.
+            of: how many run. Where all of several raise, it is nothing about one of them.
+            committed: the newest committed step.
+        """
+        if committed != self._committed:
+            self._raised, self._committed = [], committed
+        found = [one for one in raised if one in self._raised] if len(raised) < max(of, 2) else []
+        self._raised += raised
+        return found
 
 
 class Strikes:

@@ -1,8 +1,10 @@
 """A committed checkpoint as a plain Hugging Face folder.
 
-Guarantees: the folder appears complete, by one rename; it holds safetensors of at most 5 GB (with an index when there
-are several), config.json, generation_config.json, and tokenizer with chat template; names and shapes are those of the
-model class, and a tied head is not written twice. Streams: memory is one tensor, whatever the size of the model.
+Guarantees: the folder appears complete, by one rename, which in a run the driver makes (`publish`): a rank that was
+given up and wakes later has a name of its own generation to write to, and never touches the export. It holds
+safetensors of at most 5 GB (with an index when there are several), config.json, generation_config.json, and tokenizer
+with chat template; names and shapes are those of the model class, and a tied head is not written twice. Streams: memory
+is one tensor, whatever the size of the model.
 """
 
 import json
@@ -57,7 +59,7 @@ def export_hf(
     lm = empty_model(config, "eager")
     shapes = {name: tuple(p.shape) for name, p in named_weights(lm)}
     _check_names(reader, shapes)
-    aside = out.with_name(f".{out.name}.writing")
+    aside = out.with_name(f".{out.name.lstrip('.')}.writing")
     _remove(aside)
     aside.mkdir(parents=True)
     _write_weights(aside, reader, shapes, compute_dtype(dtype), max_file_bytes)
@@ -71,14 +73,38 @@ def export_hf(
         tokenizer.save_pretrained(aside)
     _check_folder(aside, shapes)
     sync_folder(aside)
-    old = out.with_name(f".{out.name}.old")
+    _replace(out, aside)
+    return out
+
+
+def written_aside(out: Path, generation: int) -> Path:
+    """Where a rank of this generation writes what will be `out`."""
+    return out.with_name(f".{out.name}.g{generation:04d}")
+
+
+def publish(written: Path, out: Path) -> Path:
+    """Makes `written`, of `written_aside`, to `out`, and deletes what ranks of other generations have left beside it.
+
+    Returns:
+        `out`.
+
+    Raises:
+        OSError: the storage refused.
+    """
+    _replace(out, written)
+    for left in out.parent.glob(f".{out.name}.g*"):  # one that wakes later cannot go on there
+        shutil.rmtree(left, ignore_errors=True)
+    return out
+
+
+def _replace(out: Path, written: Path) -> None:
+    old = out.with_name(f".{out.name.lstrip('.')}.old")
     _remove(old)
     if out.exists():
         out.rename(old)
-    aside.rename(out)
+    written.rename(out)
     sync_folder(out.parent)
     _remove(old)
-    return out
 
 
 def _remove(path: Path) -> None:

@@ -151,6 +151,7 @@ class Process:
     def do_export(self, generation: int, checkpoint: str, out: str) -> str:
         self.accept(generation)
         self.world.exported = self.world.disk[checkpoint]
+        Path(out).mkdir()
         return out
 
 
@@ -370,6 +371,7 @@ class FakeRanks:
                 node=self.members[rank].probe.node_id,
                 cause="scripted",
                 lost_ranks=lost,
+                raised_ranks=sorted(raised),
                 fatal=raised.get(rank) in ("fatal", "damaged"),
                 damaged=raised.get(rank) == "damaged",
             )

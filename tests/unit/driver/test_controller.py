@@ -12,6 +12,7 @@ import pytest
 
 from data_pipeline import StepSchedule
 from raycp.config import ElasticConfig, FitConfig
+from raycp.driver import checkpoints
 from raycp.driver.cluster import NodeInfo
 from raycp.driver.controller import Controller, Outcome, RunState
 from raycp.driver.display import Display
@@ -26,7 +27,8 @@ from raycp.plan import CostModel, GridChoice, RankGrid
 from raycp.plan.resize import WorldLimits
 from raycp.training.device import resolve_device
 from raycp.training.spec import ModelSpec
-from tests.unit.driver.fake_cluster import START, FakeCheckpoints, FakeCluster, FakeKeepers, Fault, after
+from raycp.training.storage import PathStorage
+from tests.unit.driver.fake_cluster import START, FakeCheckpoints, FakeCluster, FakeKeepers, Fault, Process, after
 from workers.messages import RunSpec, StoreSpec
 
 TOTAL = 6
@@ -306,6 +308,87 @@ def test_what_must_not_be_retried_stops_at_once(kind: str, on_loss: str, tmp_pat
     assert run.cluster.closed
 
 
+class BadDevice(list[str]):
+    """Calls of a cluster on which everything raises, from a step on, that one process does."""
+
+    def __init__(self, cluster: FakeCluster, begin: str) -> None:
+        super().__init__()
+        self.cluster, self.begin, self.pid = cluster, begin, 0
+
+    def append(self, what: str) -> None:
+        super().append(what)
+        if what == self.begin and not self.pid:
+            self.pid = self.cluster.workers[1].probe.pid
+        rank = next((r for r, w in enumerate(self.cluster.workers[:4]) if w.probe.pid == self.pid), None)
+        if rank is not None:
+            seen = sum(what in text for text in self) - 1
+            self.cluster.faults.append(Fault(what, seen, "raise", rank=rank))
+
+
+def test_a_process_whose_device_raises_in_whatever_it_does_is_replaced_by_the_idle_spare(tmp_path: Path) -> None:
+    """The same process was used again, and the third failure ended the run while a spare was idle."""
+    cluster = FakeCluster({"a": 3, "b": 2})
+    calls = BadDevice(cluster, "step 3")
+    cluster.calls = calls
+    run = Run(tmp_path, cluster, spares=1)
+    run()
+    check_complete(tmp_path, run)
+    assert cluster.killed == [calls.pid]
+    assert "has raised twice since step 2" in run.screen.getvalue()
+    assert {e["grid"]["cp"] for e in named(tmp_path, "step")} == {4}
+
+
+def test_a_process_that_raised_once_is_used_again(tmp_path: Path) -> None:
+    cluster = FakeCluster({"a": 3, "b": 2}, [Fault("step 3", 0, "raise"), Fault("step 5", 0, "raise")])
+    run = Run(tmp_path, cluster, spares=1)
+    run()
+    check_complete(tmp_path, run)
+    assert cluster.killed == []
+
+
+def test_a_smaller_world_with_a_worker_of_no_use_is_not_planned_anew_in_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning takes more than a second at cp 64, and all ranks waited for it in each step."""
+    cluster = FakeCluster({"a": 2, "b": 2}, [Fault("step 2", 0, "die")])
+    cluster.recruit = lambda target: 0  # type: ignore[method-assign]
+    run = Run(tmp_path, cluster)
+    asked: list[int] = []
+    plain = Worlds.choose
+
+    def choose(self: Worlds, probes: Any, **how: Any) -> World | None:
+        asked.append(len(probes))
+        found = plain(self, probes, **how)
+        return plain(self, probes[:2], **how) if len(probes) == 3 else found
+
+    monkeypatch.setattr(Worlds, "choose", choose)
+    run()
+    check_complete(tmp_path, run)
+    assert asked == [4, 3, 3], "the start, the recovery, and once for the idle one"
+
+
+def test_a_rank_that_wakes_after_it_was_given_up_does_not_write_into_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 of every generation wrote to the same folder, and renamed it to the export itself."""
+    told: list[Path] = []
+    plain = Process.do_export
+
+    def export(self: Process, generation: int, checkpoint: str, out: str) -> str:
+        told.append(Path(out))
+        self.alive = len(told) > 1  # the first one is lost in the middle
+        return plain(self, generation, checkpoint, out)
+
+    monkeypatch.setattr(Process, "do_export", export)
+    run = Run(tmp_path, FakeCluster(TWO_NODES))
+    outcome = run()
+    check_complete(tmp_path, run)
+    assert outcome.export == tmp_path / "export"
+    assert len({*told, outcome.export}) == 3
+    assert outcome.export.is_dir()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".export")] == []
+
+
 def test_a_lost_keeper_is_replaced_and_costs_no_step(tmp_path: Path) -> None:
     cluster = FakeCluster(TWO_NODES, [Fault("step 3", 0, "keeper", rank=0)])
     run = Run(tmp_path, cluster)
@@ -402,6 +485,62 @@ def test_keepers_that_are_lost_as_soon_as_they_start_end_the_run_with_the_cause(
     with pytest.raises(WorkerError, match=r"keeper.* of a does not answer"):
         run()
     assert named(tmp_path, "run_failed")[0]["step"] == 2
+
+
+def test_storage_that_is_full_does_not_hold_up_a_recovery_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """latest.json could not be written, and the run ended with all its state in memory."""
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 4", 0, "die")]))
+
+    def full(storage: Any, name: str, chunks: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{storage.where}/{name}")
+
+    monkeypatch.setattr(PathStorage, "write", full)
+    run()
+    check_complete(tmp_path, run)
+    assert [e["steps_lost"] for e in named(tmp_path, "recovered")] == [0]
+    assert "does not take a write" in run.screen.getvalue()
+
+
+def test_storage_that_cannot_be_listed_does_not_hold_up_a_recovery_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 2", 0, "die")]))
+    asked: list[int] = []
+
+    def away(root: Any) -> None:
+        asked.append(1)
+        if len(asked) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), root.where)
+
+    monkeypatch.setattr(checkpoints, "newest_committed", away)
+    run()
+    check_complete(tmp_path, run)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_storage_that_fails_while_a_checkpoint_is_looked_for_is_asked_again_and_then_named(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [Fault("step 6", 0, "node", rank=0), Fault("step 6", 0, "node", rank=3)]
+    run = Run(tmp_path, FakeCluster({"a": 2, "b": 2, "c": 4}, faults))
+    find, failures = run.checkpoints.find, [times]
+
+    def away() -> Any:
+        failures[0] -= 1
+        if "step 6" in run.cluster.calls and failures[0] >= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "/checkpoints")
+        return find()
+
+    monkeypatch.setattr(run.checkpoints, "find", away)
+    failures[0] += 1  # at the start
+    if times == 1:
+        run()
+        check_complete(tmp_path, run)
+    else:
+        with pytest.raises(WorkerError, match="Input/output error"):
+            run()
 
 
 def test_a_copy_that_was_not_made_is_told_and_tried_again_and_a_later_loss_costs_no_more_than_ever(

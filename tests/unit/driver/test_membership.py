@@ -132,3 +132,44 @@ def test_the_time_since_a_killed_rank_last_spoke_is_not_the_time_to_see_its_end(
     ranks._heard = {1: time.monotonic() - 5.0}
     ranks._beats = {1: beat(9.0)} if "progress" in str(error) else {}
     assert ranks._blame({1: error}, "step 4").details["silent_seconds"] == pytest.approx(seconds, abs=0.5)
+
+
+class LateAnswers:
+    """Ray as far as `freeze` needs it: references that are answered at a time; a question takes `slow` seconds."""
+
+    def __init__(self, slow: float) -> None:
+        self.slow = slow
+
+    def wait(self, references: list[float], *, timeout: float, num_returns: int = 1) -> tuple[list[float], list[float]]:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and any(r > time.monotonic() for r in references):
+            time.sleep(0.01)
+        done = [r for r in references if r <= time.monotonic()]
+        return done, [r for r in references if r not in done]
+
+    def get(self, reference: float) -> dict[str, Any]:
+        return beat(0.0)
+
+    def remote(self) -> float:
+        return time.monotonic() + self.slow
+
+    def options(self, *, concurrency_group: str) -> "LateAnswers":
+        return self
+
+    @property
+    def progress(self) -> "LateAnswers":
+        return self
+
+
+@pytest.mark.parametrize(("slow", "lost"), [(1.2, []), (60.0, [1])])
+def test_a_survivor_has_its_time_to_answer_also_where_nobody_was_asked_before(
+    slow: float, lost: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that failed in its first half second: survivors were lost half a second after the first question."""
+    cluster = LateAnswers(slow)
+    monkeypatch.setattr("raycp.driver.membership.ray", cluster)
+    ranks = membership()
+    ranks.members = [Member(rank=1, actor=cluster, probe=ranks.members[1].probe)]
+    ranks._heard = {1: time.monotonic() - 3.4}  # when the call began; blame took three seconds
+    ranks._open = {time.monotonic() + 1.5: ranks.members[0]}
+    assert ranks.freeze(10.0) == lost

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raycp.driver.recovery import MAX_STRIKES, Incident, Phase, Strikes, human
+from raycp.driver.recovery import MAX_STRIKES, Incident, Phase, Repeaters, Strikes, human
 from raycp.errors import WorkerError
 
 
@@ -56,3 +56,13 @@ def test_one_line_says_what_where_how_long_and_what_it_cost() -> None:
     assert len(line) < 500
     resized = human(Incident(began=10.0, attempted=4), now=10.5, lost=0, redone=0, grid="dp 1 x cp 4")
     assert resized == "resized to dp 1 x cp 4 in 0.5 s (): no step lost"
+
+
+def test_who_raises_twice_without_a_commit_between_is_named_unless_all_raise() -> None:
+    repeaters = Repeaters()
+    assert repeaters.again(["a"], of=2, committed=3) == []
+    assert repeaters.again(["b"], of=2, committed=3) == []
+    assert repeaters.again(["a", "b"], of=2, committed=3) == []
+    assert repeaters.again(["a"], of=2, committed=3) == ["a"]
+    assert repeaters.again(["a"], of=2, committed=4) == []
+    assert repeaters.again(["a"], of=1, committed=4) == ["a"]
