@@ -126,6 +126,8 @@ def rank_bytes(config: FitConfig, model: Any, grid: RankGrid, *, itemsize: int, 
         weights += itemsize * _all_weights(model)
     width = _saved_width(model)
     kept = (2 * hidden * layers + width) if recompute else width * layers
+    if recompute and grid.ulysses > 1:  # q, k, v and output of attention, as they were exchanged, are kept too
+        kept += 2 * _head_dim(model) * (_heads(model)[0] + max(_heads(model)[1], grid.ulysses)) * layers
     return weights + head_bytes + tokens * kept * itemsize
 
 

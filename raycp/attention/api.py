@@ -13,7 +13,7 @@ from raycp.attention.call import AttentionCall
 from raycp.attention.function import PlannedAttention
 from raycp.attention.groups import Groups
 from raycp.attention.kernels import Kernel, for_groups, kernel_for
-from raycp.attention.ulysses import HeadExchange, HeadsToTokens, TokensToHeads
+from raycp.attention.ulysses import HeadExchange, HeadTrade
 from raycp.errors import PlanError
 from raycp.plan import AttentionPlan
 
@@ -83,17 +83,12 @@ def run_call(
     """Attention as `cp_attention`, of a call that `make_call` made: a schedule, inside a trade of tokens for heads."""
     if call.cached and call.keep is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
         call = replace(call, cached=0)  # there will be no backward
-    if groups.ulysses.size == 1:
-        return _typed(PlannedAttention.apply(q, k, v, call))  # type: ignore[no-untyped-call]
-    exchange = HeadExchange(groups.ulysses, plan.group_rows(groups.cp_rank), call.name, call.stats)
-    query, kv = ([getattr(share, name) for share in plan.head_shares()] for name in ("query", "kv"))
-    q, k, v = TokensToHeads.apply(exchange, (query, kv, kv), q, k, v)  # type: ignore[no-untyped-call]
-    out = PlannedAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-    return _typed(HeadsToTokens.apply(exchange, query, out))  # type: ignore[no-untyped-call]
-
-
-def _typed(out: object) -> torch.Tensor:
-    assert isinstance(out, torch.Tensor)
+    trade = None
+    if groups.ulysses.size > 1:
+        exchange = HeadExchange(groups.ulysses, plan.group_rows(groups.cp_rank), call.name, call.stats)
+        shares = plan.head_shares()
+        trade = HeadTrade(exchange, [share.query for share in shares], [share.kv for share in shares])
+    out: torch.Tensor = PlannedAttention.apply(q, k, v, call, trade)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -66,9 +66,9 @@ class AttentionCall:
     on_step: Callable[[int], None] | None = None
     """Called with the step's index after each computed step: progress."""
     recall: Callable[[], Tensors | None] | None = None
-    """Output, log-sum-exp and cached blocks of an earlier forward of this very call, if they were kept."""
+    """What an earlier forward of this very call gave to `keep`, if it did."""
     keep: Callable[[Tensors], None] | None = None
-    """Takes output, log-sum-exp and cached blocks after a forward."""
+    """Takes what a later run of the same call needs to compute and move nothing: see `raycp.attention.function`."""
 
     def progress(self, step: int) -> None:
         """Tells whoever watches that a step was computed."""

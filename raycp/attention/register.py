@@ -52,13 +52,17 @@ class Carrier:
         plan: of the pack; for a model whose layers differ, a plan by kind of layer, such as
             `{"full_attention": ..., "sliding_attention": ...}` (see `raycp.plan.plans_by_kind`).
         groups: of this rank.
-        keep: hold output and log-sum-exp of each layer, so that activation checkpointing recomputes no attention. Costs
-            t x H x (Dv + 1) numbers a layer until backward, or until the carrier goes: leave it off in evaluation.
+        keep: hold what each layer's attention gave, so that activation checkpointing recomputes none of it and moves
+            nothing again. Costs t x H x (Dv + 1) numbers a layer, and what is cached of K and V, until backward, or
+            until the carrier goes: leave it off in evaluation. With Ulysses also q, k, v and output as they were
+            exchanged: about t x (H x (D + Dv) + K x (D + Dv)) numbers more (K at least the Ulysses degree), where
+            without them both exchanges would be repeated.
         on_layer: progress, called as `on_layer(layer, step)` after each step of each layer, forward and backward.
         kernel: None: what `kernel_for` has for the tensors' device.
 
     Attributes:
-        kept: {layer: (out [t, H, Dv], log-sum-exp [t, H], cached K/V blocks)}, emptied by recomputation.
+        kept: {layer: what `raycp.attention.function` keeps of its call, from the output [t, H, Dv] on}, emptied by
+            recomputation.
         calls: {layer: number of attention calls, recomputations included}.
         stats: counts of kernel calls, blocks and bytes.
 

@@ -5,15 +5,14 @@ query heads read; q, k and v travel in one exchange. The two directions are each
 key/value head that several ranks hold are summed in fp32, in the order of the ranks. Neither tokens nor heads need
 divide. (Jacobs et al., DeepSpeed Ulysses, 2309.14509.)
 
-Legend: t own rows, N rows of the whole group, H heads of the model, h heads of a rank, D head dim.
+Legend: t own rows, N rows of the whole group, H (query) heads of the model, h of a rank, K and g key/value heads
+of both, D head dim, Dv value dim.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from raycp.attention.call import AttentionStats
 from raycp.attention.communicator import Communicator, Message
@@ -85,35 +84,28 @@ class HeadExchange:
         self.communicator.post(sends, receives).wait()
 
 
-class TokensToHeads(torch.autograd.Function):
-    """`TokensToHeads.apply(exchange, heads, *tensors)`: `HeadExchange.to_heads`, differentiable once."""
+@dataclass(frozen=True)
+class HeadTrade:
+    """The exchanges around one attention call. A gradient travels the way its tensor came, in the tensor's dtype."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: HeadExchange, heads: Sequence[Sequence[Range]], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """One exchange."""
-        ctx.exchange, ctx.heads = exchange, heads
-        return exchange.to_heads(tensors, heads)
+    exchange: HeadExchange
+    query: Sequence[Range]
+    """Query heads of each rank of the group."""
+    kv: Sequence[Range]
+    """Key/value heads of each rank of the group."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """One exchange, the other way."""
-        return None, None, *ctx.exchange.to_tokens(gradients, ctx.heads)
+    def inputs_to_heads(self, qkv: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Q [t, H, D], k [t, K, D], v [t, K, Dv] -> [N, h, D], [N, g, D], [N, g, Dv]."""
+        return self.exchange.to_heads(qkv, (self.query, self.kv, self.kv))
 
+    def inputs_to_tokens(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The adjoint of `inputs_to_heads`."""
+        return self.exchange.to_tokens(gradients, (self.query, self.kv, self.kv))
 
-class HeadsToTokens(torch.autograd.Function):
-    """`HeadsToTokens.apply(exchange, heads, tensor)`: `HeadExchange.to_tokens`, differentiable once."""
+    def output_to_tokens(self, out: torch.Tensor) -> torch.Tensor:
+        """[N, h, Dv] -> [t, H, Dv]."""
+        return self.exchange.to_tokens((out,), (self.query,))[0]
 
-    @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, heads: Sequence[Range], tensor: torch.Tensor) -> torch.Tensor:
-        """One exchange."""
-        ctx.exchange, ctx.heads = exchange, heads
-        return exchange.to_tokens((tensor,), (heads,))[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        """One exchange, the other way."""
-        return None, None, ctx.exchange.to_heads((gradient,), (ctx.heads,))[0]
+    def output_to_heads(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The adjoint of `output_to_tokens`."""
+        return self.exchange.to_heads((gradient,), (self.query,))[0]

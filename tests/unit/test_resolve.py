@@ -20,7 +20,6 @@ from raycp.resolve import (
     token_flops,
 )
 
-
 BF16: dict[str, Any] = {"itemsize": 2, "recompute": True}
 
 
@@ -110,6 +109,18 @@ def test_memory_of_a_rank_has_the_head_in_it() -> None:
     }
     assert 1995 <= mib["full"] <= 1.3 * 1995
     assert 2555 <= mib["none"] <= 1.3 * 2555
+
+
+def test_what_ulysses_keeps_for_recomputation_counts_as_memory() -> None:
+    class Grouped(WideModel):
+        num_key_value_heads = 8
+        vocab_size = 1000
+
+    config = resolved(FitConfig(workers=8, seq_length=1024, parallel=ParallelConfig(cp=8)))
+    ring, ulysses = (rank_bytes(config, Grouped, grid, **BF16) for grid in (RankGrid(1, 8), RankGrid(1, 1, 8)))
+    assert ulysses - ring == 1024 // 8 * 2 * 2 * 128 * (32 + 8) * 2  # tokens, layers, tensors, head dim, heads, bytes
+    again = {"itemsize": 2, "recompute": False}
+    assert len({rank_bytes(config, Grouped, grid, **again) for grid in (RankGrid(1, 8), RankGrid(1, 1, 8))}) == 1
 
 
 def test_figures_that_the_user_gives_are_not_those_of_the_model() -> None:

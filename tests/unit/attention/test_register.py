@@ -17,6 +17,7 @@ from raycp.attention.communicator import Communicator
 from raycp.attention.kernels import CpuFlashKernel
 from raycp.errors import ModelError
 from raycp.plan import AttentionPlan, RankGrid, Slice
+from tests.unit.attention.cases import Case, groups_in_memory
 from tests.unit.attention.llama import NUM_LAYERS, hidden_and_gradient, llama_plan, positions, tiny_llama, token_ids
 
 ENDS = [7, 30, 31, 45]
@@ -146,6 +147,53 @@ def test_checkpointed_layers_of_a_ring_keep_what_they_cached(
         assert first.stats.remote_blocks == second.stats.remote_blocks == 0
         if keep:
             assert second.stats.bytes_sent == first.stats.bytes_sent
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((45,), 2),
+        Case((30, 15), 2, kv_cache="half"),
+        Case((45,), 4, inner=2, kv_cache="full"),
+        Case((45,), 2, algorithm="allgather"),
+        Case((30, 15), 1, ulysses=2),
+        Case((45,), 1, 9, 3, 8, 12, ulysses=2),
+        Case((40, 1, 20), 2, ulysses=2, dtype=torch.bfloat16),
+        Case((40, 1, 20), 2, 9, 3, 8, 12, ulysses=2, kv_cache="full"),
+    ],
+    ids=lambda case: f"{case.plan().algorithm}-{case.num_heads}-{case.kv_cache}",
+)
+def test_recomputed_attention_moves_nothing_twice(case: Case, reentrant: bool) -> None:
+    """Under checkpointing each rank sends what its plan says, forward and backward, and no bit changes."""
+    plan = case.plan()
+    world = InMemoryWorld(plan.grid.cp)
+    sizes = {"head_dim": case.head_dim, "value_dim": case.value_dim, "itemsize": case.dtype.itemsize}
+
+    def rank(whole: Communicator, checkpointed: bool, keep: bool) -> tuple[list[torch.Tensor], list[int]]:
+        index = torch.from_numpy(plan.token_index(whole.rank))
+        *tensors, dout = (x[index] for x in case.tensors())
+        leaves = [x.requires_grad_() for x in tensors]
+        carrier = Carrier(plan, groups_in_memory(world, plan.grid, whole.rank), keep=keep)
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return carrier.attend(0, q, k, v, 0.3) ** 3  # whose backward needs the output
+
+        out = checkpoint(run, *leaves, use_reentrant=reentrant) if checkpointed else run(*leaves)
+        sent = [carrier.stats.bytes_sent]
+        out.backward(dout)
+        assert not carrier.kept
+        found = [out.detach(), *(x.grad for x in leaves)]
+        return found, [*sent, carrier.stats.bytes_sent - sent[0]]
+
+    plain, kept, forgotten = (
+        world.run(lambda c, how=how: rank(c, *how)) for how in ((False, False), (True, True), (True, False))
+    )
+    for cp_rank, ((a, _), (b, sent), (_, sent_again)) in enumerate(zip(plain, kept, forgotten, strict=True)):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        planned = [plan.bytes_moved(cp_rank, **sizes, direction=d) for d in ("forward", "backward")]
+        assert sent == planned
+        assert sent_again[1] > planned[1], "planted fault: without keep, attention is run and moved again"
 
 
 def test_second_forward_with_one_carrier_is_refused() -> None:
