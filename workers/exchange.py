@@ -10,6 +10,7 @@ pass over the image for the CRC (about 3 GB/s) and one over the network.
 
 import contextlib
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ AGAIN_SECONDS = 5.0
 """A committed step that lost one of its two homes is copied again after this, unless a newer one is committed first."""
 REFUSALS = 3
 """A peer that refuses an image so often is not asked again."""
+UNREACHED_SECONDS = 60.0
+"""So long a peer may be out of reach, while the driver says that it is the peer, before an image has no replica."""
 WAIT_SECONDS = 0.5
 _REPLICAS = "replicas"
 
@@ -49,6 +52,7 @@ class Exchange:
         self._secret = secret
         self._connections: set[Connection] = set()
         self._sending: set[Connection] = set()
+        self._unreached: KeeperAddress | None = None
 
     # -- orders of the keeper ---------------------------------------------------------------------------------------
 
@@ -89,7 +93,7 @@ class Exchange:
             if peer != self.peer:
                 for connection in self._sending:
                     connection.close()
-            self.peer = peer
+            self.peer, self._unreached = peer, None
             for slot in self.table.slots:
                 alone = slot.replica and bool(live) and slot.source not in live
                 if slot.replica and not alone:
@@ -247,13 +251,15 @@ class Exchange:
             self._replicate(slot)
 
     def _replicate(self, slot: Slot) -> None:
-        """Sends a verified image to the peer until that one acknowledges it, is replaced, or refuses it for good."""
+        """Sends a verified image to the peer until that one acknowledges it, is replaced, refuses it for good or
+        cannot be reached for too long: the driver, which may well reach it, is told and gives the step up.
+        """
         with self.changed:
             peer = self.peer
             if peer is None or slot.sending == peer:
                 return
             slot.sending = peer  # a thread that hangs at the peer before must not hold this one up
-        refused = 0
+        refused, began = 0, time.monotonic()
         while True:
             with self.changed:
                 generation = self.generation
@@ -266,10 +272,14 @@ class Exchange:
                 self._send(slot, peer, generation)
                 with self.changed:
                     slot.copies.add(peer)
+                    self._unreached = None
             except StaleGenerationError:
                 pass  # this keeper will hear of the newer generation, or is the one that nobody wants
-            except OSError:
-                pass  # the driver learns from Ray that the peer is lost, and assigns another one
+            except OSError as error:  # mostly the driver learns from Ray that the peer is lost, and assigns another
+                patience = 0.0 if self._unreached == peer else UNREACHED_SECONDS
+                if time.monotonic() - began > patience:
+                    self._unreached = peer
+                    problem = f"the keeper of node {peer.node_id[:8]} cannot be reached: {error}"
             except ClusterError as error:
                 refused += 1
                 problem = error.message if refused == REFUSALS else ""

@@ -1,5 +1,6 @@
 """Keepers with real sockets, real memory and real processes, without Ray."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -321,6 +322,81 @@ def test_a_frozen_peer_does_not_hold_up_the_next_one(tmp_path: Path) -> None:
     silent.close()
     writer.close()
     nodes.close()
+
+
+def test_a_peer_that_only_this_keeper_cannot_reach_is_told_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy was tried again for ever, and the ranks waited for it inside a step."""
+    monkeypatch.setattr(exchange, "UNREACHED_SECONDS", 0.3)
+    monkeypatch.setattr(exchange, "RETRY_SECONDS", 0.01)
+    nodes = Nodes("ab", str(tmp_path))
+    nobody = wire.listen_tcp("127.0.0.1")
+    away = KeeperAddress(node_id="z", host="127.0.0.1", port=nobody.getsockname()[1], unix="")
+    nobody.close()
+    a = nodes["a"]
+    nodes["b"].assign(1, [], None, [])
+    a.assign(1, [0], away, [])
+    writer = SnapshotWriter(a.address(), secret=SECRET, generation=1, rank=0)
+    for number, least in ((1, 0.3), (2, 0.0)):  # the next copy is tried once, and does not wait again
+        began = time.monotonic()
+        writer.begin(number, state_of(0, 1, number))
+        with pytest.raises(
+            ClusterError, match=rf"step {number} has no replica: the keeper of node z cannot be reached"
+        ):
+            a.collect(1, number, 10)
+        assert least <= time.monotonic() - began < 5
+        for one in nodes.keepers.values():
+            one.abandon(1, number)
+    a.assign(1, [0], nodes["b"].address(), [])
+    writer.begin(3, state_of(0, 1, 3))
+    assert a.collect(1, 3, 10) is not None
+    assert writer.problem is None
+    writer.close()
+    nodes.close()
+
+
+def test_ranks_whose_copy_waits_for_a_commit_are_freed_when_a_keeper_dies(tmp_path: Path) -> None:
+    """Step 1 is whole and not committed yet, step 2 waits for that, and then one keeper dies: nobody is to wait on."""
+    nodes = Nodes("ab", str(tmp_path))
+    ranks = nodes.assign("ab")
+    ranks.snapshot(1)
+    assert ranks.wait() == [None, None]
+    ranks.snapshot(2)
+    nodes.lose("a")
+    assert ranks.writers[0].wait(5.0) < 5.0
+    assert ranks.writers[0].problem is not None
+    assert ranks.writers[1].wait(0.3) >= 0.3
+    nodes["b"].abandon(1, 2)
+    assert ranks.writers[1].wait(5.0) < 5.0
+    assert ranks.writers[1].problem is None
+    ranks.close()
+    nodes.close()
+
+
+def test_a_peer_without_memory_for_a_moment_takes_the_next_copy(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "RETRY_SECONDS", 0.01)
+    ranks = nodes.assign("ab")
+    reserve = slots.Image.reserve
+
+    def full(image: slots.Image) -> None:
+        if threading.current_thread().name.startswith("raycp-cluster"):  # replicas come by TCP
+            raise OSError(errno.ENOMEM, "64 bytes of memory are needed, 0 are left")
+        reserve(image)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.Image, "reserve", full)
+        ranks.snapshot(1)
+        assert ranks.wait() == [None, None]
+        for name in "ab":
+            with pytest.raises(ClusterError, match=r"step 1 has no replica: .*memory are needed"):
+                nodes[name].collect(1, 1, 10)
+    for name in "ab":
+        nodes[name].abandon(1, 1)
+    ranks.snapshot(2)
+    assert ranks.wait() == [None, None]
+    assert nodes.commit(2).step == 2
+    ranks.close()
 
 
 def test_a_committed_step_gets_its_second_home_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
