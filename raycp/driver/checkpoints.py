@@ -71,6 +71,7 @@ class Checkpoints:
         self._due: Manifest | None = None
         self._writing: _Writing | None = None
         self._failures = 0
+        self._stored: int | None = None
         self.newest: str | None = None
         """Step folder of the newest checkpoint that this driver wrote or loaded."""
         self.newest_step = -1
@@ -84,11 +85,13 @@ class Checkpoints:
         return found
 
     def stored_step(self) -> int:
-        """The newest committed step, by its manifest alone; -1 if there is none."""
-        if self.newest_step < 0:
+        """The newest committed step, by its manifest alone; -1 if there is none. Storage is asked once: only the run's
+        driver commits there, and a recovery from memory must not need it.
+        """
+        if self._stored is None:
             manifest = newest_committed(self.root)
-            return -1 if manifest is None else manifest.step
-        return self.newest_step
+            self._stored = -1 if manifest is None else manifest.step
+        return max(self._stored, self.newest_step)
 
     def loaded(self, folder: str, step: int) -> None:
         """The run continues from this one."""

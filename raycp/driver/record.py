@@ -25,6 +25,8 @@ from raycp.training.storage import Storage
 from workers.storage import storage_fix
 
 VERSION = 1
+AWAY_SECONDS = 10.0
+"""How long run.json may be out of sight (a mount that is away for a moment) before that is an error."""
 
 
 class RunRecord:
@@ -92,12 +94,11 @@ class RunRecord:
         else:
             _compare_identity(old["identity"], identity, self.folder)
             self._data = old
-        self._data.update(
+        self._write(
             generation=int(self._data["generation"]) + 1,
             status=self._data.get("status", "running"),
             driver={"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()},
         )
-        self._write()
 
     def raise_generation(self) -> int:
         """Counts the generation up, on disk before this returns, and gives it.
@@ -106,17 +107,17 @@ class RunRecord:
             StaleGenerationError: another driver has taken the run over.
         """
         self.check_current()
-        self._data["generation"] = self.generation + 1
-        self._write()
+        self._write(generation=self.generation + 1)
         return self.generation
 
     def check_current(self) -> None:
         """Raises:
         StaleGenerationError: the folder's record is of a newer generation than this driver's, or of another run:
             somebody else continues the run, and this driver must not write.
+        ClusterError: there is none, or it cannot be read, for `AWAY_SECONDS`: nobody knows who has the run.
         """
-        found = self._read()
-        there = (None, 0) if found is None else (str(found["run_id"]), int(found["generation"]))
+        found = self._look()
+        there = str(found["run_id"]), int(found["generation"])
         if there != (self.run_id, self.generation):
             raise StaleGenerationError(
                 f"this driver has run {self.run_id} in generation {self.generation}, and run.json says {there[0]} in "
@@ -128,8 +129,7 @@ class RunRecord:
         """What the run's first driver wrote under `name`; `value`, written now, if nobody did."""
         if name not in self._data:
             self.check_current()
-            self._data[name] = value
-            self._write()
+            self._write(**{name: value})
         return self._data[name]
 
     def recall(self, name: str) -> Any:
@@ -148,8 +148,7 @@ class RunRecord:
             StaleGenerationError: another driver has taken the run over.
         """
         self.check_current()
-        self._data.update(status=status, **fields)
-        self._write()
+        self._write(status=status, **fields)
 
     def _read(self) -> dict[str, Any] | None:
         path = self.folder / "run.json"
@@ -168,8 +167,29 @@ class RunRecord:
                 f"{path} is damaged: {error!r}", fix="restore the file, or give another output_dir"
             ) from error
 
-    def _write(self) -> None:
-        write_json(self.folder / "run.json", self._data)
+    def _look(self) -> dict[str, Any]:
+        """The record, which this driver has written before."""
+        deadline = time.monotonic() + AWAY_SECONDS
+        while True:
+            problem = "is missing"
+            try:
+                found = self._read()
+                if found is not None:
+                    return found
+            except OSError as error:
+                problem = f"cannot be read: {error}"
+            if time.monotonic() >= deadline:
+                raise ClusterError(
+                    f"{self.folder / 'run.json'} {problem}: without it nobody knows which driver has the run",
+                    fix="look at the mount of output_dir, put the file back, and give the same command again",
+                )
+            time.sleep(AWAY_SECONDS / 20)
+
+    def _write(self, **fields: Any) -> None:
+        """Changes values on disk, and here if that succeeds: what nobody else can see did not happen."""
+        data = self._data | fields
+        write_json(self.folder / "run.json", data)
+        self._data = data
 
 
 def identity_of(

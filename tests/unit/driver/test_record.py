@@ -4,12 +4,15 @@ import errno
 import json
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raycp.config import DataConfig, ElasticConfig, FitConfig, OptimConfig, ParallelConfig
+from raycp.driver import record
 from raycp.driver.record import RunRecord, folder_problems, identity_of, single_driver, storage_errors, write_json
 from raycp.errors import CheckpointError, ClusterError, ConfigError
 from raycp.events import EventLog
@@ -178,3 +181,34 @@ def test_a_damaged_line_inside_the_events_is_named(tmp_path: Path, line: str) ->
     with pytest.raises(CheckpointError, match=r"events\.jsonl is damaged") as caught:
         opened(tmp_path)
     assert caught.value.fix
+
+
+def test_a_mount_that_is_away_for_a_moment_is_no_other_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was called "taken over by another driver (run.json says None)", and ended the run at once."""
+    run = RunRecord(tmp_path)
+    run.open({}, resume="auto")
+    file, aside = tmp_path / "run.json", tmp_path / "aside"
+    file.rename(aside)
+    threading.Timer(0.3, aside.rename, args=(file,)).start()
+    run.check_current()
+    file.rename(aside)
+    monkeypatch.setattr(record, "AWAY_SECONDS", 0.2)
+    with pytest.raises(ClusterError, match=r"run.json is missing.*nobody knows"):
+        run.check_current()
+
+
+def test_what_could_not_be_written_did_not_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation that was never on disk made the next look say that another driver has the run."""
+    run = RunRecord(tmp_path)
+    run.open({}, resume="auto")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "write_json", full)
+        with pytest.raises(OSError, match="No space"):
+            run.raise_generation()
+    assert run.generation == 1
+    run.check_current()
+    assert run.raise_generation() == 2
