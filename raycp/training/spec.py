@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from raycp.errors import ModelError
+from raycp.training.gguf_rope import with_rope_scaling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -45,11 +46,13 @@ class ModelSpec:
 
         Args:
             model: a folder with config.json and safetensors; a folder with one .gguf file and no safetensors, or the
-                path of a .gguf file; a hub id; a transformers configuration; a ModelSpec.
+                path of a .gguf file (see `raycp.training.gguf_rope` on RoPE scaling); a hub id; a transformers
+                configuration; a ModelSpec.
             revision: of a hub id.
 
         Raises:
-            ModelError: no such folder, or a folder whose weights are not safetensors or GGUF.
+            ModelError: no such folder, a folder whose weights are not safetensors or GGUF, or a GGUF file whose RoPE
+                scaling cannot be told.
         """
         if isinstance(model, ModelSpec):
             return model
@@ -100,7 +103,7 @@ class ModelSpec:
     @classmethod
     def _of_gguf(cls, file: Path) -> "ModelSpec":
         spec = cls(kind="gguf", source=str(file.parent), gguf_file=file.name)
-        return replace(spec, config_json=_to_json(spec.load_config()))
+        return replace(spec, config_json=_to_json(with_rope_scaling(spec.load_config(), file)))
 
     @property
     def is_random(self) -> bool:
@@ -183,7 +186,7 @@ class ModelSpec:
         else:
             folder = Path(self.source)
             config = folder / "config.json"
-            if self.kind == "folder" and config.is_file():
+            if config.is_file():  # a GGUF file may need it for its RoPE scaling
                 digest.update(config.read_bytes())
             names = [self.gguf_file] if self.gguf_file else sorted(p.name for p in folder.glob("*.safetensors"))
             for name in names:
