@@ -129,24 +129,32 @@ class Commits:
         self._expected = [s for s in self._expected if s > step]
         self.committed = max(self.committed, step)
 
+    def extra(self, step: int) -> dict[str, Any]:
+        """`Manifest.extra` of a manifest that commits what was reported up to `step`: its events, for another driver."""
+        return {EVENTS: [{"step": s, **f} for s, f in sorted(self._reported.items()) if s <= step]}
+
     def rewind(self, step: int) -> None:
-        """The state was restored at `step`: what was reported after it will be computed again."""
+        """The state was restored at `step`: what was reported, or committed, after it will be computed again."""
         self._reported = {s: f for s, f in self._reported.items() if s <= step}
         self._expected = []
+        self.committed = step
+        if self.newest is not None and self.newest.step > step:
+            self.newest = None
 
     def adopt(self, manifest: Manifest) -> None:
-        """The state was restored from `manifest`: writes the events of its steps that are not in the log yet."""
+        """The state was restored from `manifest`, of memory or of a checkpoint: writes the events of its steps that are
+        not in the log yet; what was reported, or committed, after it will be computed again.
+        """
         if self._memory is not None and not manifest.cursor:  # complete on all ranks, but never committed
-            steps = [{"step": s, **f} for s, f in sorted(self._reported.items()) if s <= manifest.step]
-            manifest = self._manifest(manifest.step, manifest.shards, {EVENTS: steps})
+            manifest = self._manifest(manifest.step, manifest.shards, self.extra(manifest.step))
             self._memory.commit(manifest)
         fields = {int(e["step"]): e for e in manifest.extra.get(EVENTS, [])} | self._reported
         for step in sorted(fields):
             if step <= manifest.step:
                 self._events.write_step(step, **{k: v for k, v in fields[step].items() if k != "step"})
-        self._reported = {s: f for s, f in self._reported.items() if s > manifest.step}
-        self.committed = max(self.committed, manifest.step)
+        self._reported = {}
         self.newest = manifest
+        self.rewind(manifest.step)
 
     def _commit(self, found: Collected) -> Manifest:
         assert self._memory is not None
@@ -157,8 +165,7 @@ class Commits:
                 fix="this is a fault of raycp: please report it; the step before can be continued from",
             )
         steps = [s for s in self.known if s <= found.step]
-        extra = {EVENTS: [{"step": s, **self._reported[s]} for s in steps]}
-        manifest = self._manifest(found.step, found.shards, extra)
+        manifest = self._manifest(found.step, found.shards, self.extra(found.step))
         self._may_commit()
         self._memory.commit(manifest)
         for step in steps:

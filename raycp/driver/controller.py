@@ -195,16 +195,18 @@ class Controller:
         first = incident is None
         incident = incident or Incident(began=self._clock(), attempted=0)
         self._enter(RunState.CONNECTING if first else RunState.RECOVERING, "connecting" if first else "recovering")
+        committed = self._commits.committed
         source = self._formation.form(incident, self._commits, first=first)
         if not first or source.kind != "start":
-            self._announce(incident, source, first=first)
+            self._announce(incident, source, committed=committed, first=first)
+        self._attempted = source.step
         self._display.resume(source.step)
         self._enter(RunState.RUNNING, "training")
         self._record.set_status("running")
         return source.step
 
-    def _announce(self, incident: Incident, source: Source, *, first: bool) -> None:
-        committed = max(self._events.losses(), default=0)
+    def _announce(self, incident: Incident, source: Source, *, committed: int, first: bool) -> None:
+        """`committed`: the newest step that was, before the state was restored."""
         lost = max(committed - source.step, 0)
         redone = max(max(incident.attempted, committed) - source.step, 0)
         resized = incident.error is None and not first

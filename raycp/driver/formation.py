@@ -149,7 +149,7 @@ class Formation:
     # -- a world ----------------------------------------------------------------------------------------------------
 
     def form(self, incident: Incident, commits: Commits, *, first: bool) -> Source:
-        """As `_form`; a keeper that is lost meanwhile, or storage that fails while the run recovers, starts it again."""
+        """As `_form`; a keeper that is lost meanwhile, or storage that fails in a recovery, starts it again."""
         try:
             return self._form(incident, commits, first=first)
         except OSError as error:
@@ -317,7 +317,6 @@ class Formation:
                 patience=SOME_PATIENCE,
             )
             commits.adopt(manifest)
-            commits.rewind(step)
             return Source(step, "memory", None)
         assert found is not None
         assert found.storage is not None
@@ -328,7 +327,7 @@ class Formation:
             patience=PATIENCE,
         )
         self._checkpoints.loaded(path, step)
-        commits.rewind(step)
+        commits.adopt(manifest)
         return Source(step, "checkpoint", path)
 
     # -- when something is lost -------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ class Saving:
             patience=PATIENCE,
         )
         self._record.check_current()
-        manifest = self.manifest(step, shards, {})
+        manifest = self.manifest(step, shards, self.commits.extra(step))
         self._checkpoints.commit(manifest, began=began, stall_seconds=self._clock() - began)
         self.commits.saved(step)
         self._display.phase("training")

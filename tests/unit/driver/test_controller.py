@@ -14,6 +14,7 @@ from data_pipeline import StepSchedule
 from raycp.config import ElasticConfig, FitConfig
 from raycp.driver import checkpoints
 from raycp.driver.cluster import NodeInfo
+from raycp.driver.commits import EVENTS
 from raycp.driver.controller import Controller, Outcome, RunState
 from raycp.driver.display import Display
 from raycp.driver.formation import Formation
@@ -569,6 +570,68 @@ def test_both_nodes_of_a_pair_lost_go_back_to_the_checkpoint_and_say_how_many_st
     check_complete(tmp_path, run)
     (found,) = named(tmp_path, "recovered")
     assert (found["source"], found["step"], found["steps_lost"], found["steps_redone"]) == ("checkpoint", 3, 2, 3)
+
+
+def test_steps_lost_once_are_not_lost_again_by_the_next_fault(tmp_path: Path) -> None:
+    """After a fall from step 4 to the start every fault up to step 4 counted them again; three ended the run."""
+    cluster = FakeCluster({"a": 2, "b": 2, "c": 2})
+    run = Run(tmp_path, cluster, checkpoint_every=100)
+
+    class Calls(list[str]):
+        def append(self, what: str) -> None:
+            super().append(what)
+            memory, again = cluster.memory, self.count(what)
+            if what == "step 5" and again == 1 and memory is not None:
+                memory.held = {name: {} for name in memory.held}
+                cluster.faults.append(Fault("step 5", 0, "die"))
+            if what in ("step 1", "step 2", "step 3") and again == 2:
+                cluster.faults.append(Fault(what, 1, "raise", rank=len(self) % 2))
+
+    cluster.calls = Calls()
+    run()
+    check_complete(tmp_path, run)
+    found = named(tmp_path, "recovered")
+    assert [e["steps_lost"] for e in found] == [4, 0, 0, 0]
+    assert [e["steps_redone"] for e in found] == [5, 1, 1, 1]
+
+
+def test_a_step_that_the_keepers_wrote_and_the_driver_did_not_is_in_the_log_after_a_start_from_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver was killed between the commit and the event; the log had steps 1, 2, 3, 5 and 6."""
+    cluster = FakeCluster(TWO_NODES)
+    run = Run(tmp_path, cluster)
+    commit = FakeKeepers.commit
+
+    def killed(keepers: FakeKeepers, manifest: Any) -> None:
+        commit(keepers, manifest)
+        if manifest.step == 4:
+            raise SystemExit(143)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeKeepers, "commit", killed)
+        with pytest.raises(SystemExit):
+            run()
+    assert [s for s, _ in steps(tmp_path)] == [1, 2, 3]
+    assert cluster.memory is not None
+    manifest = cluster.memory.manifests[4]  # as the keepers write it after keeper_ttl
+    where = run.checkpoints.root.child("step-00000004").where
+    other = FakeCluster(TWO_NODES)
+    other.disk = cluster.disk | {where: (4, cluster.states[4, manifest.shards])}
+    again = Run(tmp_path, other)
+    again.checkpoints.manifests = {**run.checkpoints.manifests, where: manifest}
+    again()
+    check_complete(tmp_path, again)
+
+
+def test_what_ranks_write_carries_the_events_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(TWO_NODES)
+    run = Run(tmp_path, cluster, checkpoint_every=2, snapshot_every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Saving, "save_now", lambda saving, step: saving.save_by_ranks(step))
+        run()
+    (manifest,) = [m for m in run.checkpoints.manifests.values() if m.step == TOTAL]
+    assert [e["step"] for e in manifest.extra[EVENTS]][-1] == TOTAL
 
 
 def test_another_driver_that_took_over_ends_this_one_before_it_commits(tmp_path: Path) -> None:
