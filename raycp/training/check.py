@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raycp.config import ParallelConfig
 from raycp.errors import Problem
+from raycp.training.layers import FULL, SLIDING, AttentionLayers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 SUPPORTED = ("arcee", "granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3", "starcoder2")
 """Model types that are trained: plain softmax attention in every layer, through the attention interface."""
 
-_SOFTMAX_LAYERS = ("full_attention", "sliding_attention")
+_SOFTMAX_LAYERS = (FULL, SLIDING)
+_WINDOW_IN_ALL = ("mistral", "starcoder2")
+_WINDOW_BY_LAYER = ("qwen2", "qwen3", "smollm3")
+"""Types whose code (transformers 5.24) applies `sliding_window` in all layers, or by `layer_types`; others never do."""
 _NO_SOFTMAX = (
     "mamba",
     "rwkv",
@@ -103,12 +107,65 @@ def check_model(config: "PretrainedConfig", longest_document: int, parallel: Par
         )
     if getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):
         found.append(Problem(f"{kind}: logit soft-capping is not supported", "use a model without it"))
+    found += _quantisation(config)
+    found += _windows(config)
     heads = int(config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        found.append(
+            Problem(
+                f"{kind}: {heads} query heads do not share {kv_heads} key/value heads evenly",
+                "let num_attention_heads be a multiple of num_key_value_heads, as in the model's own config.json",
+            )
+        )
     if isinstance(parallel.ulysses, int) and parallel.ulysses > heads:
         found.append(
             Problem(f"parallel.ulysses={parallel.ulysses} and the model has {heads} query heads", f"at most {heads}")
         )
     return found
+
+
+def _quantisation(config: "PretrainedConfig") -> list[Problem]:
+    quantised = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if not quantised:
+        return []
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
+    return [
+        Problem(
+            f"{config.model_type}: the weights are quantised ({str(method)!r}), and quantised weights are not trained",
+            "use the unquantised repository of the model",
+        )
+    ]
+
+
+def _windows(config: "PretrainedConfig") -> list[Problem]:
+    """Sliding windows that no plan can have, or that the model's code does not apply as its configuration says."""
+    kind, window = str(config.model_type), getattr(config, "sliding_window", None)
+    layers = AttentionLayers.of(config)
+    if SLIDING in layers.kinds and window is not None and (not isinstance(window, int) or window < 1):
+        return [
+            Problem(
+                f"{kind}: sliding_window={window} in the model's configuration: a token sees itself at least",
+                "set sliding_window to null for no window, or to 1 or more",
+            )
+        ]
+    for name, planned in layers.windows.items():
+        applied = None
+        if kind in _WINDOW_IN_ALL or (kind in _WINDOW_BY_LAYER and name == SLIDING):
+            applied = window
+        if kind == "smollm3" and not config.use_sliding_window:
+            applied = None
+        if planned != applied:
+            return [
+                Problem(
+                    f"{kind}: the configuration gives {name!r} layers sliding_window={planned}, and its code gives "
+                    f"them sliding_window={applied}",
+                    "set sliding_window to null, or leave layer_types out"
+                    if kind in _WINDOW_IN_ALL
+                    else "set sliding_window to null, and layer_types (if there are any) to 'full_attention'",
+                )
+            ]
+    return []
 
 
 def _structure(config: "PretrainedConfig") -> tuple[str, str] | None:

@@ -179,3 +179,59 @@ def test_a_real_gguf_folder_carries_its_configuration():
     assert (config.model_type, config.num_hidden_layers, config.tie_word_embeddings) == ("llama", 30, True)
     assert positions_limit(config) == 8192
     assert check_model(config, 2048, ParallelConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "said", "fix"),
+    [
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96}, "6 query heads", "multiple"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq'", "unquantised repository"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'", "unquantised repository"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0", "null"),
+        (
+            "qwen2",
+            {"sliding_window": 0, "use_sliding_window": True, "max_window_layers": 0},
+            "sliding_window=0",
+            "null",
+        ),
+        (
+            "mistral",
+            {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
+            "'full_attention' layers sliding_window=None, and its code gives them sliding_window=7",
+            "sliding_window",
+        ),
+        ("starcoder2", {"sliding_window": 7, "layer_types": ["full_attention"] * 2}, "'full_attention'", "layer_types"),
+        ("llama", {"sliding_window": 7}, "its code gives them sliding_window=None", "null"),
+        (
+            "smollm3",
+            {"sliding_window": 7, "layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            "its code gives them sliding_window=None",
+            "null",
+        ),
+    ],
+)
+def test_what_would_die_in_an_actor_is_refused_before(model_type, fields, said, fix):
+    config = CONFIG_MAPPING[model_type](**{"num_hidden_layers": 2, **fields})
+    (problem,) = check_model(config, 100, ParallelConfig())
+    assert said in problem.message
+    assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("mistral", {"sliding_window": 7}),
+        ("mistral", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
+        ("mistral", {"sliding_window": 7, "layer_types": ["sliding_attention", "sliding_attention"]}),
+        ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3", {"sliding_window": 7, "use_sliding_window": False}),
+        ("smollm3", {"sliding_window": 7, "use_sliding_window": True, "no_rope_layer_interval": 2}),
+        ("starcoder2", {"sliding_window": 7}),
+        ("llama", {"sliding_window": None, "quantization_config": None}),
+    ],
+)
+def test_windows_that_the_model_applies_are_no_problem(model_type, fields):
+    config = CONFIG_MAPPING[model_type](**{"num_hidden_layers": 2, **fields})
+    for name in [n for n in config.to_dict() if n.endswith("dropout")]:
+        setattr(config, name, 0.0)
+    assert messages(config) == []
