@@ -15,12 +15,12 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
 from raycp.training.committed import commit_if_whole
-from raycp.training.manifest import Manifest, ShardRecord
+from raycp.training.manifest import Manifest, ManifestChange, ShardRecord, ShardSum, whole
 from raycp.training.storage import Storage
 from workers.exchange import WAIT_SECONDS, Exchange
 from workers.flush import flush_alone, verified_pieces
@@ -184,8 +184,11 @@ class Keeper:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def collect(self, generation: int, step: int, timeout: float) -> list[ShardRecord] | None:
-        """Waits until the images of all ranks of this node are sealed, verified and replicated.
+    def collect(
+        self, generation: int, step: int, timeout: float, known: Mapping[str, int] | None = None
+    ) -> list[ShardRecord | ShardSum] | None:
+        """Waits until the images of all ranks of this node are sealed, verified and replicated. Entries whose
+        `layout_sum` the driver has in `known`, by file, are not sent again.
 
         Returns:
             Their records in rank order; None after `timeout` seconds, or once a newer generation is in force.
@@ -195,6 +198,10 @@ class Keeper:
             ClusterError: the peer refuses the replica, with the reason.
         """
         self._hear(generation)
+        records = self._collected(generation, step, timeout)
+        return None if records is None else [r.brief((known or {}).get(r.file)) for r in records]
+
+    def _collected(self, generation: int, step: int, timeout: float) -> list[ShardRecord] | None:
         deadline = time.monotonic() + timeout
         exchange = self._exchange
         with self._changed:
@@ -219,19 +226,25 @@ class Keeper:
                 self._changed.wait(min(left, WAIT_SECONDS))
         return None
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, told: Manifest | ManifestChange) -> bool:
         """The step of this manifest is committed: its slots are protected, older ones may be written again.
+
+        Returns:
+            False: a change of a manifest that this keeper does not have; it needs the whole one.
 
         Raises:
             StaleGenerationError: it is of an older generation.
         """
-        self._hear(manifest.generation)
+        self._hear(told.generation)
         with self._changed:
-            self._exchange.require(manifest.generation)
-            files = [s.file for s in manifest.shards]
-            if self._exchange.table.commit(manifest.generation, manifest.step, files):
+            self._exchange.require(told.generation)
+            manifest = whole(told, self._manifests)
+            if manifest is None:
+                return False
+            if self._exchange.table.commit(manifest.generation, manifest.step, [s.file for s in manifest.shards]):
                 self._manifests = [*(m for m in self._manifests if m.age != manifest.age), manifest][-2:]
             self._changed.notify_all()
+            return True
 
     def abandon(self, generation: int, step: int) -> None:
         """What another keeper or rank held of the steps up to this one is lost: they wait for no commit any more.

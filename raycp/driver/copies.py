@@ -1,12 +1,12 @@
 """Copies of the state in memory, decided: which node keeps whose replicas, which step is held whole, what it all costs.
 
-Guarantees: pure functions of what the keepers report; nothing here asks anybody. Costs nothing worth measuring.
+Guarantees: functions of what the keepers report; nothing here asks anybody. Costs nothing worth measuring.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from raycp.training.manifest import Manifest, ShardRecord, coverage_problem
+from raycp.training.manifest import Manifest, ShardRecord, ShardSum, coverage_problem, layout_sum, shard_file
 from workers.keeper import Inventory
 from workers.memory_reader import MemoryPoint
 from workers.wire import KeeperAddress
@@ -27,6 +27,25 @@ class Collected:
     shards: tuple[ShardRecord, ...]
     bytes: int
     seconds: float
+
+
+class Layouts:
+    """The entries of the shards of one generation, which stay the same from step to step: each travels once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, ShardRecord]] = {}
+
+    def sums(self, generation: int, ranks: Sequence[int]) -> dict[str, int]:
+        """By file, of those that are known: checksum of the entries."""
+        files = [shard_file(generation, rank) for rank in ranks]
+        return {file: self._known[file][0] for file in files if file in self._known}
+
+    def whole(self, told: ShardRecord | ShardSum) -> ShardRecord:
+        """The record that a keeper told, with its entries."""
+        if isinstance(told, ShardSum):
+            return told.of(self._known[told.file][1])
+        self._known[told.file] = layout_sum(told.entries), told
+        return told
 
 
 def newest_point(

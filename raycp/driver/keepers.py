@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from raycp.driver.cluster import NodeInfo, live_nodes
-from raycp.driver.copies import Collected, newest_point, replica_homes
+from raycp.driver.copies import Collected, Layouts, newest_point, replica_homes
 from raycp.driver.keeper_calls import (
     COLLECT,
     CONTROL,
@@ -37,7 +37,7 @@ from raycp.driver.keeper_calls import (
 )
 from raycp.driver.pulse import Pulse
 from raycp.errors import ClusterError, RaycpError, StaleGenerationError
-from raycp.training.manifest import Manifest, ShardRecord
+from raycp.training.manifest import Manifest, ManifestChange, ShardRecord
 from workers.keeper import SETTLE_SECONDS, Inventory
 from workers.memory_reader import MemoryPoint
 from workers.wire import KeeperAddress
@@ -46,7 +46,8 @@ __all__ = ["Collected", "CopyRefused", "Flush", "KeeperLost", "Keepers", "Memory
 
 ORDER_SECONDS = 10.0
 """How long a keeper may take to answer an order."""
-COMMIT_SECONDS = 2.0
+COMMIT_SECONDS, ENTRY_SECONDS = 2.0, 4e-5
+"""How long a keeper may take to note a commit, and how much longer for each entry of a manifest that travels whole."""
 LOOK_SECONDS = 0.2
 """How long Ray may take to say that a keeper has died."""
 POLL_SECONDS = 5.0
@@ -84,6 +85,8 @@ class Keepers:
         self._expected: dict[int, _Expected] = {}
         self._polls: dict[Any, tuple[str, int, float]] = {}
         self._where: dict[tuple[int, str], list[str]] = {}
+        self._layouts = Layouts()
+        self._committed: Manifest | None = None
         self._lock = threading.Lock()
         self._pulse = Pulse(unresponsive_after)
 
@@ -237,6 +240,7 @@ class Keepers:
         self._raise_first(answers_of(calls, ORDER_SECONDS))
         expected = {} if generation != self._generation else {step: e.began for step, e in self._expected.items()}
         with self._lock:
+            self._layouts = Layouts() if generation != self._generation else self._layouts
             self._generation, self._ranks, self._polls, self._expected = generation, ranks, {}, {}
         for step, began in expected.items():
             self._expect(step, began)
@@ -269,10 +273,15 @@ class Keepers:
             StaleGenerationError: a newer driver has the keepers.
             KeeperLost: not one acknowledged it.
         """
-        shared = ray.put(manifest)
+        change = manifest.since(self._committed)
         with self._lock:
-            calls = {n: on(h, "commit", CONTROL).remote(shared) for n, h in self._handles.items()}
-        answers = answers_of(calls, COMMIT_SECONDS)
+            handles = dict(self._handles)
+        answers = {} if change is None else self._tell(handles, change, COMMIT_SECONDS)
+        behind = {n: h for n, h in handles.items() if change is None or answers[n] is False}
+        if behind:  # entries travel once per generation, and to a keeper that came later
+            patience = COMMIT_SECONDS + ENTRY_SECONDS * sum(len(s.entries) for s in manifest.shards)
+            answers |= self._tell(behind, manifest, patience)
+        self._committed = manifest
         failures = {n: a for n, a in answers.items() if isinstance(a, BaseException)}
         for answer in failures.values():
             if isinstance(answer, StaleGenerationError):
@@ -403,9 +412,14 @@ class Keepers:
                 if node_id in self._handles:
                     self._ask(node_id, step)
 
+    def _tell(self, handles: Mapping[str, Any], what: Manifest | ManifestChange, patience: float) -> dict[str, Any]:
+        shared = ray.put(what)
+        return answers_of({n: on(h, "commit", CONTROL).remote(shared) for n, h in handles.items()}, patience)
+
     def _ask(self, node_id: str, step: int) -> None:
         call = on(self._handles[node_id], "collect", COLLECT)
-        self._polls[call.remote(self._generation, step, POLL_SECONDS)] = (node_id, step, time.monotonic())
+        known = self._layouts.sums(self._generation, self._ranks[node_id])
+        self._polls[call.remote(self._generation, step, POLL_SECONDS, known)] = (node_id, step, time.monotonic())
 
     def _poll_once(self, timeout: float) -> list[Collected]:
         with self._lock:
@@ -430,7 +444,7 @@ class Keepers:
                     raise CopyRefused(answer.message, fix=answer.fix, step=step, node_id=node_id)
                 self._pulse.note(node_id, answer)
                 if isinstance(answer, list):
-                    self._expected[step].answers[node_id] = answer
+                    self._expected[step].answers[node_id] = [self._layouts.whole(told) for told in answer]
                 else:
                     self._ask(node_id, step)
             for node_id, _, asked in self._polls.values():

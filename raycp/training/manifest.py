@@ -9,7 +9,7 @@ few hundred bytes of JSON for each tensor and rank.
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raycp.errors import CheckpointError
@@ -53,6 +53,12 @@ class ShardRecord:
     crc32: int
     entries: tuple[ShardEntry, ...]
 
+    def brief(self, known: int | None) -> "ShardRecord | ShardSum":
+        """What to tell somebody who has a record of this file already whose entries have the sum `known`."""
+        if known is None or known != layout_sum(self.entries):
+            return self
+        return ShardSum(file=self.file, bytes=self.bytes, crc32=self.crc32)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` is its inverse."""
         return asdict(self)
@@ -69,6 +75,19 @@ class ShardRecord:
         if not is_plain(raw["file"]):
             raise CheckpointError(f"{raw['file']!r} is no file name of a shard", fix=_FIX)
         return cls(**{**raw, "entries": tuple(ShardEntry.from_dict(e) for e in entries)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSum:
+    """What is new of a shard at the next step of the same generation: never its entries."""
+
+    file: str
+    bytes: int
+    crc32: int
+
+    def of(self, before: ShardRecord) -> ShardRecord:
+        """The whole record, with the very entries of the one before."""
+        return replace(before, bytes=self.bytes, crc32=self.crc32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +131,16 @@ class Manifest:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` is its inverse."""
         return asdict(self)
+
+    def since(self, base: "Manifest | None") -> "ManifestChange | None":
+        """The same in a few bytes a shard, for whoever has `base`; None where entries or generation are others."""
+        if base is None or base.generation != self.generation or len(base.shards) != len(self.shards):
+            return None
+        pairs = list(zip(self.shards, base.shards, strict=True))
+        if not all(new.file == old.file and new.entries == old.entries for new, old in pairs):
+            return None
+        sums = tuple((new.bytes, new.crc32) for new, _ in pairs)
+        return ManifestChange(base=base.age, head=replace(self, shards=()), sums=sums)
 
     def to_bytes(self) -> Data:
         """The file: a JSON object, with a checksum of itself among its keys."""
@@ -159,6 +188,43 @@ class Manifest:
         if wrong:
             raise CheckpointError(f"not a manifest: {', '.join(wrong)} cannot be right", fix=_FIX)
         return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestChange:
+    """A manifest, told by what differs from an earlier one of its generation.
+
+    Attributes:
+        base: `Manifest.age` of the earlier one.
+        head: the manifest without its shards.
+        sums: (bytes, crc32) of each shard, in the order of the earlier one.
+    """
+
+    base: tuple[int, int]
+    head: Manifest
+    sums: tuple[tuple[int, int], ...]
+
+    @property
+    def generation(self) -> int:
+        """Of both manifests."""
+        return self.head.generation
+
+    def applied(self, base: Manifest) -> Manifest:
+        """The whole manifest, with the very entries of `base`."""
+        pairs = zip(base.shards, self.sums, strict=True)
+        return replace(self.head, shards=tuple(replace(s, bytes=size, crc32=crc) for s, (size, crc) in pairs))
+
+
+def whole(told: Manifest | ManifestChange, held: Iterable[Manifest]) -> Manifest | None:
+    """The manifest that was told; None for a change of one that is not among those held."""
+    if isinstance(told, Manifest):
+        return told
+    return next((told.applied(m) for m in held if m.age == told.base), None)
+
+
+def layout_sum(entries: Iterable[ShardEntry]) -> int:
+    """A checksum of what a shard's entries say, the same in every process."""
+    return zlib.crc32("\n".join(f"{e.name} {e.shape} {e.dtype} {e.start} {e.stop}" for e in entries).encode())
 
 
 def shard_file(generation: int, rank: int) -> str:

@@ -1,12 +1,14 @@
 """When a step counts: its event is written once, when its manifest is recorded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from raycp.driver import commits as commits_module
 from raycp.driver.commits import EVENTS, Commits
 from raycp.errors import CheckpointError, StaleGenerationError
 from raycp.events import EventLog, read_events
@@ -154,3 +156,24 @@ def test_copies_that_do_not_make_a_whole_state_are_not_committed(
     with pytest.raises(CheckpointError, match="do not make a whole state"):
         commits.advance()
     assert (written(tmp_path), memory.manifests) == ([], [])
+
+
+def test_rows_are_checked_once_for_the_same_entries_and_again_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2 s of each step at 128 ranks, which all of them waited for."""
+    asked: list[int] = []
+    plain = commits_module.coverage_problem
+    monkeypatch.setattr(commits_module, "coverage_problem", lambda shards: asked.append(1) or plain(shards))
+    memory = Memory()
+    commits = made(tmp_path, memory)
+    for step in (1, 2, 3):
+        report(commits, step)
+        memory.ready = [step]
+        memory.shards = tuple(replace(s, crc32=step) for s in memory.shards)
+        commits.advance()
+    assert (written(tmp_path), len(asked)) == ([1, 2, 3], 1)
+    report(commits, 4)
+    memory.ready, memory.shards = [4], (shard(0, 3),)
+    with pytest.raises(CheckpointError, match="do not make a whole state"):
+        commits.advance()

@@ -1,14 +1,16 @@
 """The driver's side of keepers without Ray: which answers make a step, and which make a lost keeper."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from raycp.driver.copies import Layouts
 from raycp.driver.keepers import KeeperLost, Keepers
 from raycp.driver.pulse import Pulse
-from raycp.training.manifest import ShardEntry, ShardRecord
+from raycp.training.manifest import Manifest, ManifestChange, ShardEntry, ShardRecord, shard_file
 
 
 def shard(rank: int) -> ShardRecord:
@@ -68,3 +70,41 @@ def test_a_lost_keeper_is_told_also_where_no_step_is_waited_for() -> None:
     made._pulse.note("b", ActorDiedError())
     with pytest.raises(KeeperLost):
         made.poll()
+
+
+def test_what_a_keeper_tells_briefly_is_whole_for_the_driver_with_the_same_entries() -> None:
+    layouts, first = Layouts(), replace(shard(0), file=shard_file(3, 0))
+    assert layouts.sums(3, [0]) == {}
+    assert layouts.whole(first) is first
+    known = layouts.sums(3, [0, 1])
+    again = layouts.whole(replace(first, crc32=9).brief(known[first.file]))
+    assert again == replace(first, crc32=9)
+    assert again.entries is first.entries
+
+
+def test_a_keeper_that_lacks_the_manifest_before_is_told_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = keepers()
+    made._handles = {"a": "A", "b": "B"}
+    told: list[tuple[str, type]] = []
+    has = {"a"}
+
+    def tell(handles: dict[str, str], what: Any, patience: float) -> dict[str, bool]:
+        told.extend((n, type(what)) for n in handles)
+        answers = {n: isinstance(what, Manifest) or n in has for n in handles}
+        has.update(n for n in handles if isinstance(what, Manifest))
+        return answers
+
+    monkeypatch.setattr(made, "_tell", tell)
+    made.commit(manifest(1))
+    has.discard("b")  # replaced meanwhile
+    made.commit(manifest(2))
+    made.commit(manifest(3))
+    whole, change = Manifest, ManifestChange
+    assert told[:2] == [("a", whole), ("b", whole)]
+    assert told[2:5] == [("a", change), ("b", change), ("b", whole)]
+    assert told[5:] == [("a", change), ("b", change)]
+
+
+def manifest(step: int) -> Manifest:
+    shards = (shard(0), shard(1))
+    return Manifest(step=step, cursor={}, plan_hash="", generation=1, run_id="r", grid={}, shards=shards)

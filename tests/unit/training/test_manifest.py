@@ -1,13 +1,26 @@
 """Manifests: what they refuse, and that no changed bit goes unseen."""
 
 import json
+import pickle
 import random
 import re
+import time
+from dataclasses import replace
 
 import pytest
 
 from raycp.errors import CheckpointError
-from raycp.training.manifest import Manifest, ShardEntry, ShardRecord, coverage_problem, is_plain
+from raycp.training.manifest import (
+    Manifest,
+    ShardEntry,
+    ShardRecord,
+    ShardSum,
+    coverage_problem,
+    is_plain,
+    layout_sum,
+    shard_file,
+    whole,
+)
 
 
 def entry(name="param/w", rows=4, start=0, stop=4, dtype="float32"):
@@ -142,3 +155,57 @@ def test_what_is_no_manifest(data):
 def test_coverage(entries, problem):
     found = coverage_problem([record(f"shard-{i}", e) for i, e in enumerate(entries)])
     assert found == "" if problem is None else re.search(problem, found)
+
+
+def large(step, ranks, tensors, *, before=None):
+    """A manifest of that many ranks, as a keeper or the driver makes it from what it is told."""
+    if before is not None:
+        shards = tuple(replace(s, crc32=s.crc32 + 1) for s in before.shards)
+        return replace(before, step=step, shards=shards)
+    names = [f"exp_avg/model.layers.{t % 80}.mlp.gate_proj.weight{t}" for t in range(tensors)]
+    shards = tuple(
+        ShardRecord(
+            file=shard_file(1, r),
+            bytes=100,
+            crc32=r,
+            entries=tuple(
+                ShardEntry(name=n, shape=(ranks * 4, 4096), dtype="float32", start=r * 4, stop=r * 4 + 4) for n in names
+            ),
+        )
+        for r in range(ranks)
+    )
+    return manifest(step=step, shards=shards)
+
+
+def test_entries_of_a_generation_do_not_travel_with_each_step():
+    """128 ranks of 873 tensors: 9.5 MB to each keeper for each snapshot, and seconds of pickling."""
+    first = large(1, 128, 873)
+    second = large(2, 128, 873, before=first)
+    began = time.perf_counter()
+    told = pickle.dumps(second.since(first))
+    assert len(told) < 10_000 < len(pickle.dumps(first)) / 100
+    there = whole(pickle.loads(told), [first])
+    assert time.perf_counter() - began < 0.2
+    assert there == second
+    assert all(a.entries is b.entries for a, b in zip(there.shards, first.shards, strict=True))
+
+
+def test_a_change_is_told_only_where_it_says_all_and_understood_only_with_its_base():
+    first = large(1, 2, 3)
+    second = large(2, 2, 3, before=first)
+    assert whole(second.since(first), [second]) is None
+    assert whole(second, []) is second
+    assert second.since(None) is None
+    assert replace(second, generation=9).since(first) is None
+    assert second.since(large(1, 3, 3)) is None
+    moved = replace(second.shards[1], entries=second.shards[1].entries[1:])
+    assert replace(second, shards=(second.shards[0], moved)).since(first) is None
+
+
+def test_a_record_is_brief_only_for_who_has_its_entries():
+    (one, other) = large(1, 2, 3).shards
+    assert one.brief(None) is one
+    assert one.brief(layout_sum(other.entries)) is one
+    told = replace(one, crc32=7).brief(layout_sum(one.entries))
+    assert isinstance(told, ShardSum)
+    assert told.of(one) == replace(one, crc32=7)

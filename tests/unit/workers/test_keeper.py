@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from raycp.errors import CheckpointError, ClusterError, StaleGenerationError
 from raycp.training.checkpoint import newest, step_folder, verify
-from raycp.training.manifest import shard_file
+from raycp.training.manifest import ShardSum, layout_sum, shard_file
 from raycp.training.state import State
 from tests.snapshots import SECRET, SHAPES, Nodes, Ranks, assert_holds, child, kill, manifest_of, state_of
 from workers import exchange, keeper, slots, wire
@@ -97,6 +98,26 @@ def test_every_step_is_on_two_nodes_and_only_the_newest_two_stay(nodes: Nodes) -
     assert held(nodes["a"]) == {(0, 5, False), (1, 5, False), (2, 5, True), (3, 5, True)}
     state = sum(s.bytes for s in manifest.shards)
     assert [k.inventory().bytes for k in nodes.keepers.values()] == [2 * state] * 2
+    ranks.close()
+
+
+def test_a_keeper_takes_a_commit_as_a_change_of_one_that_it_has_and_says_if_it_has_not(nodes: Nodes) -> None:
+    ranks = nodes.assign("aabb")
+    first = step(nodes, ranks, 1)
+    ranks.snapshot(2)
+    assert ranks.wait() == [None] * 4
+    known = {s.file: layout_sum(s.entries) for s in first.shards}
+    told = [t for k in "ab" for t in nodes[k].collect(1, 2, 10, known) or []]
+    assert [type(t) for t in told] == [ShardSum] * 4
+    second = manifest_of(2, [t.of(s) for t, s in zip(told, first.shards, strict=True)])  # type: ignore[union-attr]
+    change = second.since(first)
+    assert change is not None
+    later = replace(change, base=(1, 9))
+    assert nodes["a"].commit(later) is False
+    assert held(nodes["a"]) == {(r, n, r > 1) for r in range(4) for n in (1, 2)}, "nothing was given up for it"
+    assert [nodes[k].commit(change) for k in "ab"] == [True, True]
+    assert nodes.point().manifest == second
+    assert_holds(nodes.point(), 2, near="a")
     ranks.close()
 
 
