@@ -15,6 +15,7 @@ from raycp.peaks import peak_table
 from raycp.plan import CostModel, GridChoice, RankGrid, choose_grid, ring_warning
 from raycp.plan.resize import WorldLimits
 from raycp.training.device import local_accelerators
+from raycp.training.layers import AttentionLayers
 
 _SAVED_PER_LAYER_HIDDEN = 10
 _SAVED_PER_LAYER_INNER = 4
@@ -198,6 +199,7 @@ def resolve_grid(
         config.seq_length,
         placed_cost(config, cost, node_ranks),
         packs=packs,
+        layers=AttentionLayers.of(model).counted,
         algorithm=p.algorithm,
         ulysses=p.ulysses if isinstance(p.ulysses, int) else None,
         window=p.window,
@@ -273,8 +275,8 @@ def state_bytes(model: Any, optimizer: str) -> int:
 
 def _heads(model: Any) -> tuple[int, int]:
     """Query and key/value heads of a transformers configuration."""
-    heads = int(model.num_attention_heads)
-    return heads, int(getattr(model, "num_key_value_heads", None) or heads)
+    layers = AttentionLayers.of(model)
+    return layers.num_heads, layers.num_kv_heads
 
 
 def needs_checkpointing(config: FitConfig, model: Any, *, itemsize: int, accelerator: bool, host_bytes: int) -> bool:

@@ -8,6 +8,7 @@ nothing to choose.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from raycp.errors import PlanError
 from raycp.plan.cost import CostModel
@@ -119,13 +120,14 @@ def _candidates(
     num_heads: int,
     num_kv_heads: int,
     cost: CostModel,
+    balance: Sequence[tuple[int | None, int]] = (),
 ) -> list[tuple[Candidate, tuple[Shard, ...]]]:
-    """Every combination with its shards, in order of preference."""
+    """Every combination with its shards, in order of preference; `balance` as in `make_shards`."""
     found = []
     for layout in layouts:
         if layout == "zigzag" and len(layouts) > 1 and len(doc_ends) * 2 * grid.ring**2 > _MOST_PIECES:
             continue
-        shards = make_shards(doc_ends, grid.ring, layout, causal=causal, window=window)
+        shards = make_shards(doc_ends, grid.ring, layout, causal=causal, window=window, balance=balance)
         counts = count(shards, doc_ends, causal=causal, window=window, block=cost.causal_block)
         for algorithm in algorithms:
             e = estimate(counts, grid, cost, algorithm=algorithm, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -148,6 +150,7 @@ def choose_grid(
     cost: CostModel,
     *,
     packs: Sequence[Sequence[int]] = (),
+    layers: Sequence[tuple[int | None, int]] = ((None, 1),),
     algorithm: str = "auto",
     ulysses: int | None = None,
     window: int | None = 1,
@@ -164,6 +167,7 @@ def choose_grid(
         seq_length: tokens of a pack.
         cost: figures.
         packs: ends of the documents of typical packs; none: one document of `seq_length` tokens.
+        layers: (sliding window or None, layers) of each kind of layer of the model.
         algorithm: "ring", "allgather" (both: ulysses 1), "ulysses" (ring 1), "hybrid" (both above 1), "auto" (any).
         ulysses: Ulysses ranks that were asked for; None: any.
         window: inner ring length that was asked for; None: any.
@@ -198,12 +202,16 @@ def choose_grid(
     for shape in shapes:
         grid = RankGrid(dp, *shape)
         names = ("allgather",) if algorithm == "allgather" else natural_algorithms(grid)[: 1 if kept else None]
-        layouts = (PREFERRED if layout == "auto" else (layout,))[: None if grid.ring > 1 else 1]
+        layouts = (PREFERRED if layout == "auto" else (layout,))[: None if grid.ring > 1 and len(layers) == 1 else 1]
         total = 0.0
         for ends in packs or ((seq_length,),) if len(shapes) > 1 else ():
-            found = _candidates(ends, grid, names, layouts, True, None, num_heads, num_kv_heads, cost)
-            total += _first_of_fastest(found)[0].estimate.seconds
-        seconds.append((shape, total / max(len(packs), 1)))
+            longest = max((b - a for a, b in pairwise((0, *ends))), default=0)
+            kinds = [(None if w is None or w >= longest else w, n) for w, n in layers]
+            balance = kinds if len(kinds) > 1 else ()  # several kinds share a layout, as in `plans_by_kind`
+            for kind, n in kinds:
+                found = _candidates(ends, grid, names, layouts, True, kind, num_heads, num_kv_heads, cost, balance)
+                total += _first_of_fastest(found)[0].estimate.seconds * n
+        seconds.append((shape, total / max(len(packs), 1) / sum(n for _, n in layers)))
     fastest = min(s for _, s in seconds)
     ring, u, w = next(shape for shape, s in seconds if s <= fastest * _NEAR)
     return GridChoice(RankGrid(dp, ring, u, w), tuple(sorted(seconds, key=lambda item: item[1])))

@@ -40,6 +40,11 @@ class AttentionLayers:
             windows={kind: window if kind == SLIDING else None for kind in dict.fromkeys(kinds)},
         )
 
+    @property
+    def counted(self) -> tuple[tuple[int | None, int], ...]:
+        """(sliding window, layers) of each kind."""
+        return tuple((window, self.kinds.count(kind)) for kind, window in self.windows.items())
+
     def plan(self, doc_ends: Sequence[int], grid: RankGrid, **options: Any) -> AttentionPlan | dict[str, AttentionPlan]:
         """What a `Carrier` takes for one pack: its plan, or a plan for each kind of layer.
 

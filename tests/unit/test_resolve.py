@@ -111,6 +111,22 @@ def test_memory_of_a_rank_has_the_head_in_it() -> None:
     assert 2555 <= mib["none"] <= 1.3 * 2555
 
 
+def test_the_models_sliding_windows_decide_over_the_grid() -> None:
+    class Windowed(WideModel):
+        num_key_value_heads = 8
+        num_hidden_layers = 32
+        intermediate_size = 14336
+        sliding_window = 1024
+
+    class Full(Windowed):
+        sliding_window = None  # type: ignore[assignment]
+
+    config = resolved(FitConfig(workers=16, seq_length=131_072, parallel=ParallelConfig(cp=16)))
+    cost = cost_model(config, Full, device="cuda", itemsize=2)
+    grids = [resolve_grid(config, model, cost, node_ranks=[8, 8]).grid for model in (Full, Windowed)]
+    assert [(grid.ring, grid.ulysses) for grid in grids] == [(2, 8), (16, 1)]
+
+
 def test_what_ulysses_keeps_for_recomputation_counts_as_memory() -> None:
     class Grouped(WideModel):
         num_key_value_heads = 8

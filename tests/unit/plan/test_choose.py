@@ -1,12 +1,13 @@
 """Choices differ where the figures say so, and never from rank to rank."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from raycp.errors import PlanError
-from raycp.plan import AttentionPlan, CostModel, RankGrid, choose_grid, ring_warning
+from raycp.plan import AttentionPlan, CostModel, GridChoice, RankGrid, choose_grid, ring_warning
 
 NPU = CostModel.named("910b", device="npu")
 CUDA = CostModel.named("h100", device="cuda")
@@ -63,6 +64,23 @@ def test_regimes_of_the_grid() -> None:
 def test_packs_decide_over_one_long_document() -> None:
     assert shape(8, 32, 32, 131_072, NPU) == (1, 8)
     assert shape(8, 32, 32, 131_072, NPU, packs=[packed(seed) for seed in range(3)]) == (8, 1)
+
+
+def test_a_sliding_window_decides_over_the_grid() -> None:
+    """A short window needs few rows of other ranks: no reason to pay for exchanges of all tokens."""
+    cost, window = replace(CUDA, linear_flops=4.4e8), 1024
+
+    def of(*layers: tuple[int | None, int]) -> GridChoice:
+        return choose_grid(16, 32, 8, 131_072, cost, layers=layers)
+
+    full, windowed, mixed = of((None, 1)), of((window, 32)), of((window, 1), (None, 1))
+    assert (full.grid.ring, full.grid.ulysses) == (2, 8)
+    assert windowed.grid.ring == 16, "planted fault: windows that are not looked at choose as full attention does"
+    assert of((window, 31), (None, 1)).grid == windowed.grid
+    assert of((window, 1), (None, 31)).grid == full.grid
+    assert of((131_072, 32)).seconds == full.seconds
+    ulysses = [dict(choice.seconds)[1, 16, 1] for choice in (full, windowed, mixed)]
+    assert ulysses[2] == pytest.approx((ulysses[0] + ulysses[1]) / 2), "seconds are of a mean layer"
 
 
 def test_what_was_asked_for_is_kept() -> None:
