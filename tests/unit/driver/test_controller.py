@@ -67,7 +67,7 @@ class Run:
             evaluation=None,
         )
         self.screen = io.StringIO()
-        display = Display(total_steps=TOTAL, file=self.screen)
+        self.display = display = Display(total_steps=TOTAL, file=self.screen)
         self.stop = StopSignal(display.say)
         self.started: list[World] = []
         self.controller = Controller(
@@ -92,7 +92,8 @@ class Run:
         )
 
     def __call__(self) -> Outcome:
-        return self.controller.run()
+        with self.display:  # tqdm stumbles over bars that are collected unclosed
+            return self.controller.run()
 
 
 def truth(steps: int = TOTAL) -> str:
