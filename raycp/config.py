@@ -50,8 +50,9 @@ class ParallelConfig:
     ring x ulysses once per run, ring or all-gather for each pack, by the figures of `cost`."""
     ulysses: int | Literal["auto"] = "auto"
     """Ranks that trade tokens for heads; divides cp."""
-    window: int = 1
-    """Inner ring length of a double ring; 1 is a single ring. Divides the ring, which is cp / ulysses."""
+    window: int | Literal["auto"] = 1
+    """Inner ring length of a double ring; 1 is a single ring. Divides the ring, which is cp / ulysses. "auto": 1, or
+    what fills a node, by the figures of `cost`."""
     layout: str = "auto"
     """Which tokens of a pack a rank holds. "auto": for each pack, by the figures of `cost`."""
     kv_cache: str = "none"
@@ -263,7 +264,7 @@ def describe_source(data: Any) -> Any:
 
 
 def _check_parallel(found: Problems, p: ParallelConfig, workers: int | None) -> None:
-    for name, value in (("cp", p.cp), ("dp", p.dp), ("ulysses", p.ulysses)):
+    for name, value in (("cp", p.cp), ("dp", p.dp), ("ulysses", p.ulysses), ("window", p.window)):
         if name == "cp" and isinstance(value, tuple | list):
             _check_range(found, value)
         elif value != "auto":
@@ -271,7 +272,6 @@ def _check_parallel(found: Problems, p: ParallelConfig, workers: int | None) -> 
     found.choice("parallel.algorithm", p.algorithm, ALGORITHMS)
     found.choice("parallel.layout", p.layout, LAYOUTS)
     found.choice("parallel.shard", p.shard, ("full", "none"))
-    found.integer("parallel.window", p.window, 1)
     found.choice("parallel.kv_cache", p.kv_cache, KV_CACHES)
     workers = workers if isinstance(workers, int) and workers >= 1 else None
     cp = p.cp if isinstance(p.cp, int) and p.cp >= 1 else None

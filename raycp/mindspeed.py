@@ -311,12 +311,12 @@ def _chunk_warning(config: FitConfig, cp: int, num_heads: int, num_kv_heads: int
     p = config.parallel
     if p.algorithm not in ("ring", "hybrid") or cp == 1:
         return []
-    ulysses = p.ulysses if isinstance(p.ulysses, int) else 1
+    ulysses, window = (x if isinstance(x, int) else 1 for x in (p.ulysses, p.window))
     try:
         cost = CostModel.named(p.cost, device=device)
     except PlanError:  # the configuration says so itself, when it is resolved
         return []
-    grid = RankGrid(1, cp // ulysses, ulysses, p.window)
+    grid = RankGrid(1, cp // ulysses, ulysses, window)
     said = ring_warning(grid, config.seq_length, num_heads=num_heads, num_kv_heads=num_kv_heads, cost=cost)
     return [said] if said else []
 

@@ -202,7 +202,7 @@ def resolve_grid(
         layers=AttentionLayers.of(model).counted,
         algorithm=p.algorithm,
         ulysses=p.ulysses if isinstance(p.ulysses, int) else None,
-        window=p.window,
+        window=p.window if isinstance(p.window, int) else None,
         layout=p.layout,
         dp=p.dp,
         kv_cache=p.kv_cache,

@@ -182,7 +182,7 @@ def choose_grid(
         (cp // u, u, w)
         for u in range(1, min(cp, num_heads) + 1)
         if cp % u == 0 and (ulysses is None or u == ulysses) and _fits(algorithm, cp // u, u)
-        for w in _windows(cp // u, u, window, cost)
+        for w in _windows(cp // u, u, 1 if algorithm == "allgather" and window is None else window, cost)
     ]
     if not shapes:
         raise PlanError(
@@ -250,8 +250,8 @@ def _fits(algorithm: str, ring: int, ulysses: int) -> bool:
 
 
 def _windows(ring: int, ulysses: int, window: int | None, cost: CostModel) -> list[int]:
-    """Inner ring lengths to try: the one asked for, or 1 and as much of a ring as lies in a node."""
+    """Inner ring lengths to try: the one asked for, or 1 and as much of a ring as fills a node."""
     if window is not None:
         return [window] if ring % window == 0 else []
-    inside = cost.ranks_per_node // ulysses
-    return [1, inside] if 1 < inside < ring and ring % inside == 0 else [1]
+    inside, rest = divmod(cost.ranks_per_node, ulysses)
+    return [1, inside] if not rest and 1 < inside < ring and ring % inside == 0 else [1]

@@ -304,5 +304,6 @@ def _exchange(counts: Counts, grid: RankGrid, cost: CostModel, num_heads: int, k
     width = (num_heads + kv_copies) * (cost.head_dim + cost.value_dim) / size
     num_bytes = np.ceil(counts.tokens / size) * (size - 1) * width * cost.itemsize
     links = max(1, min(cost.links, size - 1))
-    bandwidth = cost.inter_bandwidth if size > cost.ranks_per_node else cost.bandwidth * links
+    inter = grid.cp > cost.ranks_per_node and cost.ranks_per_node % size  # some group lies across two nodes
+    bandwidth = cost.inter_bandwidth if inter else cost.bandwidth * links
     return 2 * (4 * (size - 1) * cost.latency + num_bytes / bandwidth)

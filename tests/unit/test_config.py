@@ -172,6 +172,8 @@ def test_shapes_that_do_not_fit_are_refused(parallel: dict[str, Any], said: str)
         {"algorithm": "ulysses", "cp": 4, "ulysses": 4},
         {"algorithm": "ulysses", "workers": 4},
         {"algorithm": "hybrid", "cp": 8, "ulysses": 2, "window": 2},
+        {"algorithm": "ring", "cp": 6, "window": "auto"},
+        {"algorithm": "ulysses", "cp": 4, "window": "auto"},
         {"algorithm": "hybrid", "kv_cache": "half"},
         {"algorithm": "allgather", "cp": 3},
         {"layout": "balanced"},

@@ -127,6 +127,14 @@ def test_the_models_sliding_windows_decide_over_the_grid() -> None:
     assert [(grid.ring, grid.ulysses) for grid in grids] == [(2, 8), (16, 1)]
 
 
+def test_the_window_of_a_double_ring_is_chosen_if_asked() -> None:
+    for window, chosen in (("auto", 8), (1, 1), (4, 4)):
+        parallel = ParallelConfig(cp=16, algorithm="ring", window=window)  # type: ignore[arg-type]
+        config = resolved(FitConfig(workers=16, seq_length=4096, parallel=parallel))
+        cost = cost_model(config, WideModel, device="npu", itemsize=2)
+        assert resolve_grid(config, WideModel, cost, node_ranks=[8, 8]).grid.window == chosen
+
+
 def test_what_ulysses_keeps_for_recomputation_counts_as_memory() -> None:
     class Grouped(WideModel):
         num_key_value_heads = 8

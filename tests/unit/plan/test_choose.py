@@ -83,6 +83,20 @@ def test_a_sliding_window_decides_over_the_grid() -> None:
     assert ulysses[2] == pytest.approx((ulysses[0] + ulysses[1]) / 2), "seconds are of a mean layer"
 
 
+def test_a_double_ring_is_chosen_where_a_ring_leaves_the_node_and_cannot_hide_it() -> None:
+    def window_of(cp: int, length: int, cost: CostModel = NPU, **more: object) -> int:
+        return choose_grid(cp, 32, 8, length, cost, window=None, **more).grid.window  # type: ignore[arg-type]
+
+    assert window_of(16, 32_768, algorithm="ring") == 8
+    assert window_of(16, 1_048_576, algorithm="ring") == 1, "compute hides all of it"
+    assert window_of(8, 32_768, algorithm="ring") == 1, "one node"
+    assert window_of(16, 32_768, algorithm="allgather") == 1
+    assert choose_grid(16, 32, 8, 32_768, NPU, algorithm="ring").grid.window == 1, "1 unless asked"
+    tried = [s for s, _ in choose_grid(48, 32, 8, 32_768, NPU, window=None).seconds]
+    assert {(48, 1, 8), (24, 2, 4), (12, 4, 2)} <= set(tried)
+    assert (16, 3, 2) not in tried, "Ulysses groups of 3 do not fill a node of 8"
+
+
 def test_what_was_asked_for_is_kept() -> None:
     assert shape(8, 32, 8, 1024, NPU, algorithm="ring") == (8, 1)
     assert shape(8, 32, 8, 131_072, CUDA, algorithm="ulysses") == (1, 8)

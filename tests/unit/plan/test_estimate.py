@@ -149,6 +149,14 @@ def test_traffic_between_nodes_goes_over_the_slower_link() -> None:
     assert one_document(slow, RankGrid(1, 1, 4), length=4096).exposed < 1
 
 
+def test_a_ulysses_group_across_two_nodes_goes_over_the_slower_link() -> None:
+    """Groups of 3 on nodes of 4: ranks 3, 4, 5 are on two nodes."""
+    slow = replace(COST, ranks_per_node=4, inter_bandwidth=1e6)
+    across = one_document(slow, RankGrid(1, 2, 3), length=4096).exposed
+    inside = one_document(replace(slow, ranks_per_node=3), RankGrid(1, 2, 3), length=4096).exposed
+    assert across > 1.5 * inside
+
+
 def test_a_double_ring_crosses_nodes_less_often() -> None:
     """8 ranks on nodes of 2: every rank's blocks cross, in a single ring; in windows of 2, one pull in two."""
     slow = replace(COST, ranks_per_node=2, inter_bandwidth=1e6)
