@@ -4,16 +4,18 @@ Guarantees: one checkpoint is written at a time; it counts when its manifest is 
 every shard is durable; a write that fails is said within a step, never advances the newest checkpoint and does not end
 the run while the state is safe in memory, unless it happens `MAX_FAILURES` times in a row or at the end. A checkpoint
 that falls due while another is written waits for it, and the newest due one wins. Costs the training nothing but the
-keepers' share of the machine (`stall_seconds` of the event is 0 then).
+keepers' share of the machine, a call to them, and `LOOK_SECONDS` at most: what storage takes to commit a step and to
+drop an old one passes in a thread (`stall_seconds` of the event is what the training waited).
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from raycp.driver.keeper_calls import KeeperLost
-from raycp.errors import CheckpointError, ClusterError
+from raycp.errors import CheckpointError, ClusterError, StaleGenerationError
 from raycp.events import EventLog
 from raycp.training.checkpoint import (
     Newest,
@@ -45,12 +47,49 @@ class Writers(Protocol):
     def persist(self, manifest: Manifest, folder: str, *, commit: bool = False) -> Handle: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+LOOK_SECONDS = 0.05
+"""How long the training waits for a commit on storage: most take less, and count at once then."""
+
+
+@dataclass(kw_only=True)
 class _Writing:
     manifest: Manifest
     folder: Storage
     handle: Handle
     began: float
+    stall: float = 0.0
+    commit: "_Commit | None" = None
+
+
+class _Commit:
+    """A commit on storage, in a thread: no other process can be asked to end one that hangs, so it is a daemon.
+
+    Args:
+        body: what it does.
+        by: generation of whoever commits.
+    """
+
+    def __init__(self, body: Callable[[], None], *, by: int) -> None:
+        self.by = by
+        self._body = body
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="raycp-commit", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._body()
+        except BaseException as error:  # raised again by `wait`, where somebody is
+            self._error = error
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether it is done, after `timeout` seconds at most; raises what it raised."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
 
 
 class Checkpoints:
@@ -78,6 +117,8 @@ class Checkpoints:
 
     def find(self) -> Newest:
         """The newest intact checkpoint; damaged ones are set aside with a message, leftovers are deleted."""
+        while self._writing is not None and self._writing.commit is not None:  # else its files would be discarded
+            self._writing = None if self._settled(self._writing, self._writing.commit, timeout=None) else self._writing
         found = newest(self.root)
         discard_uncommitted(self.root)
         for message in found.messages:
@@ -114,13 +155,14 @@ class Checkpoints:
             self._writing = None
         if self._writing is None and self._due is not None:
             manifest, self._due = self._due, None
-            folder = step_folder(self.root, manifest.step)
+            folder, began = step_folder(self.root, manifest.step), time.monotonic()
             try:
                 handle = writers.persist(manifest, folder.where)
             except CheckpointError as error:  # its only holders were lost a moment ago
                 self._failed(manifest, folder, error)
                 return
-            self._writing = _Writing(manifest=manifest, folder=folder, handle=handle, began=time.monotonic())
+            stall = time.monotonic() - began
+            self._writing = _Writing(manifest=manifest, folder=folder, handle=handle, began=began, stall=stall)
 
     def finish(self, manifest: Manifest, writers: Writers, *, seconds: float) -> bool:
         """Writes the step of `manifest` and waits until it is committed, `seconds` at most."""
@@ -142,20 +184,47 @@ class Checkpoints:
         return self.newest_step >= manifest.step
 
     def forget(self) -> None:
-        """The ranks or keepers that wrote are gone: what is in progress will not be completed."""
-        self._writing = self._due = None
+        """Ranks or keepers that wrote are gone: what is in progress will not be completed, unless all is written."""
+        self._due = None
+        if self._writing is not None and self._writing.commit is None:
+            self._writing = None
 
     def _finished(self, writing: _Writing, *, timeout: float | None) -> bool:
         try:
-            done = writing.handle.poll() if timeout is None else writing.handle.wait(timeout)
-            if not done:
-                return False
-            self.commit(writing.manifest, began=writing.began, stall_seconds=0.0)
+            if writing.commit is None:
+                if not (writing.handle.poll() if timeout is None else writing.handle.wait(timeout)):
+                    return False
+                writing.commit = self._begin_commit(writing.manifest)
         except KeeperLost:  # nothing is wrong with the storage: another holder writes
             self._due = self._due or writing.manifest
+            return True
         except (OSError, CheckpointError) as error:
             self._failed(writing.manifest, writing.folder, error)
-        return True
+            return True
+        return self._settled(writing, writing.commit, timeout=LOOK_SECONDS if timeout is None else timeout)
+
+    def _begin_commit(self, manifest: Manifest) -> _Commit:
+        by = self._events.generation  # the step may be of the generation before a recovery
+        return _Commit(lambda: self._store(manifest, by=by), by=by)
+
+    def _settled(self, writing: _Writing, commit: _Commit, *, timeout: float | None) -> bool:
+        """Whether the commit has ended, one way or the other, after `timeout` seconds at most."""
+        began = time.monotonic()
+        try:
+            done = commit.wait(timeout)
+        except StaleGenerationError:
+            if commit.by >= self._events.generation:
+                raise
+            writing.commit = self._begin_commit(writing.manifest)  # a recovery has fenced off what its driver began
+            return False
+        except (OSError, CheckpointError) as error:
+            self._failed(writing.manifest, writing.folder, error)
+            return True
+        finally:
+            writing.stall += time.monotonic() - began
+        if done:
+            self._note(writing.manifest, began=writing.began, stall_seconds=writing.stall)
+        return done
 
     def _failed(self, manifest: Manifest, folder: Storage, error: Exception) -> None:
         self._failures += 1
@@ -174,11 +243,19 @@ class Checkpoints:
 
     def commit(self, manifest: Manifest, *, began: float, stall_seconds: float) -> None:
         """All shards of `manifest` are on storage: makes the step exist, and drops what is older than `keep`."""
+        here = time.monotonic()
+        self._store(manifest, by=self._events.generation)
+        self._note(manifest, began=began, stall_seconds=stall_seconds + time.monotonic() - here)
+
+    def _store(self, manifest: Manifest, *, by: int) -> None:
+        """What storage has to do; from any thread."""
+        commit(step_folder(self.root, manifest.step), manifest, by=by)
+        prune(self.root, keep=self._keep)
+
+    def _note(self, manifest: Manifest, *, began: float, stall_seconds: float) -> None:
         folder = step_folder(self.root, manifest.step)
-        commit(folder, manifest, by=self._events.generation)  # it may be of the generation before a recovery
         self.newest, self.newest_step = folder.where, manifest.step
         self._failures = 0
-        prune(self.root, keep=self._keep)
         self._events.write(
             "checkpoint",
             step=manifest.step,

@@ -701,8 +701,5 @@ class FakeCheckpoints(Checkpoints):
         where, manifest = max(self.manifests.items(), key=lambda x: x[1].step)
         return Newest(Storage.of(where), manifest, ())
 
-    def commit(self, manifest: Manifest, *, began: float, stall_seconds: float) -> None:
-        where = self.root.child(f"step-{manifest.step:08d}").where
-        self.manifests[where] = manifest
-        self.newest, self.newest_step = where, manifest.step
-        self._events.write("checkpoint", step=manifest.step, path=where)
+    def _store(self, manifest: Manifest, *, by: int) -> None:
+        self.manifests[self.root.child(f"step-{manifest.step:08d}").where] = manifest

@@ -1,15 +1,21 @@
 """Checkpoints that keepers write beside the run, while keepers are lost."""
 
+import errno
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raycp.driver import checkpoints as module
+from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.keeper_calls import KeeperLost
-from raycp.errors import CheckpointError, ClusterError
+from raycp.errors import CheckpointError, ClusterError, StaleGenerationError
 from raycp.events import EventLog, read_events
 from raycp.training.manifest import Manifest
+from raycp.training.storage import Storage
 from tests.unit.driver.fake_cluster import FakeCheckpoints
 
 
@@ -99,3 +105,99 @@ def test_three_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
     checkpoints.order(manifest(10), writers)
     with pytest.raises(ClusterError, match="3 checkpoints in a row"):
         checkpoints.order(manifest(15), writers)
+
+
+def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float, errors: list[BaseException | None]) -> list[int]:
+    """Commits take that long, and end as the script says. Generations that have committed are appended."""
+    stored: list[int] = []
+
+    def commit(folder: Storage, manifest: Manifest, *, by: int) -> None:
+        time.sleep(seconds)
+        error = errors.pop(0) if errors else None
+        if error is not None:
+            raise error
+        stored.append(by)
+
+    monkeypatch.setattr(module, "commit", commit)
+    monkeypatch.setattr(module, "prune", lambda root, keep: time.sleep(seconds))
+    return stored
+
+
+def real(folder: Path, generation: int = 1) -> tuple[Checkpoints, EventLog]:
+    events = EventLog(folder / "events.jsonl", generation=generation)
+    return Checkpoints(Storage.of(folder / "checkpoints"), keep=3, events=events, say=lambda text: None), events
+
+
+def advance_until(checkpoints: Checkpoints, writers: Writers, done: Callable[[], bool]) -> float:
+    """Steps of 10 ms. Returns the longest time that one of them stood still."""
+    longest, deadline = 0.0, time.monotonic() + 20
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+        began = time.monotonic()
+        checkpoints.advance(writers)
+        longest = max(longest, time.monotonic() - began)
+    assert done()
+    return longest
+
+
+def test_a_storage_that_takes_long_to_commit_and_to_drop_an_old_step_does_not_hold_up_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1000 shards at 50 ms a request were 12 s between two steps, and the event said that nobody waited."""
+    slow_storage(monkeypatch, 1.0, [])
+    checkpoints, _ = real(tmp_path)
+    began = time.monotonic()
+    checkpoints.order(manifest(5), Writers())
+    checkpoints.advance(Writers())
+    assert time.monotonic() - began < 0.7
+    assert checkpoints.newest_step == -1
+    assert advance_until(checkpoints, Writers(), lambda: checkpoints.newest_step == 5) < 0.7
+    (event,) = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "checkpoint"]
+    assert event["seconds"] >= 2.0
+    assert 0.04 <= event["stall_seconds"] <= event["seconds"]
+
+
+def test_a_commit_that_fails_in_its_thread_is_said_in_the_next_step_and_advances_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_storage(monkeypatch, 0.2, [OSError(errno.ENOSPC, "No space left on device")])
+    checkpoints, _ = real(tmp_path)
+    checkpoints.order(manifest(5), Writers())
+    advance_until(checkpoints, Writers(), lambda: failures(tmp_path) == 1)
+    assert (checkpoints.newest, checkpoints.newest_step) == (None, -1)
+
+
+def test_a_commit_that_a_recovery_overtakes_counts_in_the_next_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = slow_storage(monkeypatch, 0.2, [StaleGenerationError("fenced off", fix="none")])
+    checkpoints, events = real(tmp_path)
+    checkpoints.order(manifest(5), Writers())
+    checkpoints.advance(Writers())
+    events.generation = 2
+    checkpoints.forget()
+    advance_until(checkpoints, Writers(), lambda: checkpoints.newest_step == 5)
+    assert stored == [2]
+    assert failures(tmp_path) == 0
+
+
+def test_a_commit_of_a_driver_that_was_taken_over_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_storage(monkeypatch, 0.0, [StaleGenerationError("fenced off", fix="none")])
+    checkpoints, _ = real(tmp_path)
+    checkpoints.order(manifest(5), Writers())
+    with pytest.raises(StaleGenerationError):
+        checkpoints.advance(Writers())
+
+
+def test_a_start_from_storage_waits_for_the_commit_that_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files have no manifest yet: they would be deleted as leftovers."""
+    stored = slow_storage(monkeypatch, 0.3, [])
+    checkpoints, _ = real(tmp_path)
+    checkpoints.order(manifest(5), Writers())
+    checkpoints.advance(Writers())
+    assert checkpoints.newest_step == -1
+    checkpoints.forget()
+    checkpoints.find()
+    assert (stored, checkpoints.newest_step) == ([1], 5)
