@@ -63,6 +63,10 @@ class ShardRecord:
         """JSON-able; `from_dict` is its inverse."""
         return asdict(self)
 
+    def to_text(self) -> str:
+        """`to_dict` as canonical JSON."""
+        return _canonical({**vars(self), "entries": [vars(entry) for entry in self.entries]})
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ShardRecord":
         """Raises:
@@ -140,11 +144,16 @@ class Manifest:
         if not all(new.file == old.file and new.entries == old.entries for new, old in pairs):
             return None
         sums = tuple((new.bytes, new.crc32) for new, _ in pairs)
-        return ManifestChange(base=base.age, head=replace(self, shards=()), sums=sums)
+        return ManifestChange(base=base.age, head=self._bare(), sums=sums)
+
+    def _bare(self) -> "Manifest":
+        return replace(self, shards=())
 
     def to_bytes(self) -> Data:
         """The file: a JSON object, with a checksum of itself among its keys."""
-        text = _canonical(json.loads(json.dumps(asdict(self))))
+        parts = {name: _canonical(json.loads(json.dumps(value))) for name, value in asdict(self._bare()).items()}
+        parts["shards"] = f"[{','.join(s.to_text() for s in self.shards)}]"  # one at a time: other threads go on
+        text = f"{{{','.join(f'{json.dumps(name)}:{parts[name]}' for name in sorted(parts))}}}"
         return f'{text[:-1]},"{_CHECKSUM}":"{zlib.crc32(text.encode()):08x}"}}'.encode()
 
     @classmethod
