@@ -3,7 +3,8 @@
 Guarantees: one checkpoint is written at a time; it counts when its manifest is in place, which the driver writes after
 every shard is durable; a write that fails is said within a step, never advances the newest checkpoint and does not end
 the run while the state is safe in memory, unless it happens `MAX_FAILURES` times in a row or at the end. A checkpoint
-that falls due while another is written waits for it, and the newest due one wins. Costs the training nothing but the
+that falls due while another is written, or whose writers were lost, is made up for as soon as it can be: of the newest
+step that is in memory then, since keepers hold no older one for certain. Costs the training nothing but the
 keepers' share of the machine, a call to them, and `LOOK_SECONDS` at most: what storage takes to commit a step and to
 drop an old one passes in a thread (`stall_seconds` of the event is what the training waited).
 """
@@ -107,7 +108,7 @@ class Checkpoints:
         self._keep = keep
         self._events = events
         self._say = say
-        self._due: Manifest | None = None
+        self._due: int | None = None
         self._writing: _Writing | None = None
         self._failures = 0
         self._stored: int | None = None
@@ -120,6 +121,7 @@ class Checkpoints:
         while self._writing is not None and self._writing.commit is not None:  # else its files would be discarded
             self._writing = None if self._settled(self._writing, self._writing.commit, timeout=None) else self._writing
         found = newest(self.root)
+        self._stored = -1 if found.manifest is None else found.manifest.step
         discard_uncommitted(self.root)
         for message in found.messages:
             self._say(message)
@@ -129,10 +131,12 @@ class Checkpoints:
         """The newest committed step, by its manifest alone; -1 if there is none. Storage is asked once: only the run's
         driver commits there, and a recovery from memory must not need it.
         """
+        if self.newest_step >= 0:
+            return self.newest_step
         if self._stored is None:
             manifest = newest_committed(self.root)
             self._stored = -1 if manifest is None else manifest.step
-        return max(self._stored, self.newest_step)
+        return self._stored
 
     def loaded(self, folder: str, step: int) -> None:
         """The run continues from this one."""
@@ -140,54 +144,67 @@ class Checkpoints:
 
     # -- beside the run ---------------------------------------------------------------------------------------------
 
-    def order(self, manifest: Manifest, writers: Writers) -> None:
-        """The step of `manifest`, which is in memory, has to go to storage; returns at once."""
-        self._due = manifest
-        self.advance(writers)
+    def want(self, step: int) -> None:
+        """A checkpoint of `step`, or of a later one, is due."""
+        self._due = step if self._due is None else min(self._due, step)
 
-    def advance(self, writers: Writers) -> None:
+    def advance(self, writers: Writers, newest: Manifest | None) -> None:
         """Looks after the write in progress, and begins the one that is due.
+
+        Args:
+            writers: the keepers.
+            newest: the newest step that is committed in memory: no other is held there for certain.
 
         Raises:
             ClusterError: `MAX_FAILURES` checkpoints in a row could not be written.
         """
         if self._writing is not None and self._finished(self._writing, timeout=None):
             self._writing = None
-        if self._writing is None and self._due is not None:
-            manifest, self._due = self._due, None
-            folder, began = step_folder(self.root, manifest.step), time.monotonic()
-            try:
-                handle = writers.persist(manifest, folder.where)
-            except CheckpointError as error:  # its only holders were lost a moment ago
-                self._failed(manifest, folder, error)
-                return
-            stall = time.monotonic() - began
-            self._writing = _Writing(manifest=manifest, folder=folder, handle=handle, began=began, stall=stall)
-
-    def finish(self, manifest: Manifest, writers: Writers, *, seconds: float) -> bool:
-        """Writes the step of `manifest` and waits until it is committed, `seconds` at most."""
-        deadline = time.monotonic() + seconds
-        if self.newest_step >= manifest.step:
-            return True
-        if self._writing is not None and self._writing.manifest.step == manifest.step:
+        if self._due is not None and self._due <= self.newest_step:
             self._due = None
-        else:
-            self._due = manifest
-        while time.monotonic() < deadline:
-            if self._writing is not None and self._finished(self._writing, timeout=0.2):
-                self._writing = None
-                if self._due is None:
-                    return self.newest_step >= manifest.step
-            self.advance(writers)
-            if self._writing is None and self._due is None:
+        if self._writing is None and self._due is not None and newest is not None and newest.step >= self._due:
+            self._begin(newest, writers)
+
+    def finish(
+        self, manifest: Manifest, writers: Writers, *, seconds: float, meanwhile: Callable[[], object] = lambda: None
+    ) -> bool:
+        """Writes the step of `manifest`, the newest in memory, and waits until it is committed, `seconds` at most.
+
+        Args:
+            manifest: of the step.
+            writers: the keepers.
+            seconds: to wait.
+            meanwhile: called about five times a second.
+        """
+        deadline = time.monotonic() + seconds
+        while self.newest_step < manifest.step and time.monotonic() < deadline:
+            meanwhile()
+            if self._writing is None and not self._begin(manifest, writers):
                 break
+            writing = self._writing
+            if writing is not None and self._finished(writing, timeout=0.2):
+                self._writing = None
+                if writing.manifest.step == manifest.step and self._due is None:
+                    break
         return self.newest_step >= manifest.step
 
     def forget(self) -> None:
-        """Ranks or keepers that wrote are gone: what is in progress will not be completed, unless all is written."""
-        self._due = None
+        """Ranks or keepers that wrote are gone: what is in progress is due again, unless all of it is written."""
         if self._writing is not None and self._writing.commit is None:
+            self.want(self._writing.manifest.step)
             self._writing = None
+
+    def _begin(self, manifest: Manifest, writers: Writers) -> bool:
+        self._due = None
+        folder, began = step_folder(self.root, manifest.step), time.monotonic()
+        try:
+            handle = writers.persist(manifest, folder.where)
+        except CheckpointError as error:  # its only holders were lost a moment ago
+            self._failed(manifest, folder, error)
+            return False
+        stall = time.monotonic() - began
+        self._writing = _Writing(manifest=manifest, folder=folder, handle=handle, began=began, stall=stall)
+        return True
 
     def _finished(self, writing: _Writing, *, timeout: float | None) -> bool:
         try:
@@ -196,7 +213,7 @@ class Checkpoints:
                     return False
                 writing.commit = self._begin_commit(writing.manifest)
         except KeeperLost:  # nothing is wrong with the storage: another holder writes
-            self._due = self._due or writing.manifest
+            self.want(writing.manifest.step)
             return True
         except (OSError, CheckpointError) as error:
             self._failed(writing.manifest, writing.folder, error)

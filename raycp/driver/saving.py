@@ -73,7 +73,6 @@ class Saving:
         self._events = events
         self._display = display
         self._clock = clock
-        self._due: set[int] = set()
         self._lost: list[KeeperLost] = []
         self._refusal = ""
         self._beats: _Beats | None = None
@@ -101,7 +100,7 @@ class Saving:
         if self._formation.memory is None or self.commits.committed < step - self._elastic.checkpoint_every:
             self.save_by_ranks(step)  # nothing is in memory, or copies fail again and again
         else:
-            self._due.add(step)
+            self._checkpoints.want(step)
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is wanted."""
@@ -113,8 +112,9 @@ class Saving:
 
     def meanwhile(self) -> None:
         """While a step runs: commits what has arrived of the step before, orders a checkpoint that is due."""
-        for manifest in self._take():
-            self._order_if_due(manifest)
+        self._take()
+        if self._formation.memory is not None:
+            self._checkpoints.advance(self._formation.memory, self.commits.newest)
 
     def look_after(self) -> None:
         """Commits what has arrived, orders and watches checkpoints, replaces a lost keeper."""
@@ -125,7 +125,6 @@ class Saving:
             self._replace()
         elif self.copy_problems:
             self._copies_failed(self.copy_problems)
-        self._checkpoints.advance(self._formation.memory)
 
     def let_go(self, lost: KeeperLost) -> None:
         """A keeper is lost, or stands still: nobody waits for it any more. `look_after` puts another in its place."""
@@ -134,25 +133,21 @@ class Saving:
         self.commits.lost_copies()
         self._lost.append(lost)
 
-    def _take(self, timeout: float = 0.0) -> list[Manifest]:
+    def _take(self, timeout: float = 0.0) -> None:
         """Commits what has arrived, or arrives within `timeout` seconds; gives up what will not."""
-        made: list[Manifest] = []
         try:
-            made = self.commits.advance(timeout)
+            if self.commits.advance(timeout):
+                self._refusal = ""
         except KeeperLost as lost:
             self.let_go(lost)
         except CopyRefused as refused:
             self._refused(refused)
-        self._refusal = "" if made else self._refusal
-        return made
 
-    def _flush(self, step: int, seconds: float) -> list[Manifest]:
+    def _flush(self, step: int, seconds: float) -> None:
         """Waits until `step` is committed or will not be, `seconds` at most."""
-        made: list[Manifest] = []
         deadline = self._clock() + seconds
         while self.commits.committed < step and self.commits.expects(step) and self._clock() < deadline:
-            made += self._take(0.2)
-        return made
+            self._take(0.2)
 
     def _replace(self) -> None:
         lost, self._lost = self._lost, []
@@ -179,12 +174,6 @@ class Saving:
         self._formation.attach(list(problems))
         self.commits.lost_copies()
 
-    def _order_if_due(self, manifest: Manifest) -> None:
-        assert self._formation.memory is not None
-        if any(step <= manifest.step for step in self._due):
-            self._due = {s for s in self._due if s > manifest.step}
-            self._checkpoints.order(manifest, self._formation.memory)
-
     def make_safe(self, step: int) -> None:
         """Brings the state of `step`, which is in the ranks, to where another world can take it from."""
         if self._formation.memory is not None:
@@ -201,8 +190,7 @@ class Saving:
                 )
                 if not self._lost:
                     self.commits.expect(step)
-            for manifest in self._flush(step, COMMIT_SECONDS):
-                self._order_if_due(manifest)
+            self._flush(step, COMMIT_SECONDS)
             if self._lost:
                 self._replace()
             if self.commits.committed >= step:
@@ -215,9 +203,11 @@ class Saving:
         self.make_safe(step)
         manifest = self.commits.newest
         if self._formation.memory is not None and manifest is not None and manifest.step == step:
-            self._due.clear()
             written = self._checkpoints.finish(
-                manifest, self._formation.memory, seconds=PATIENCE * self._elastic.heartbeat_timeout
+                manifest,
+                self._formation.memory,
+                seconds=PATIENCE * self._elastic.heartbeat_timeout,
+                meanwhile=self._take,
             )
             if not written:
                 self.save_by_ranks(step)

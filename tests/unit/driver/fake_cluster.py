@@ -183,6 +183,7 @@ class FakeCluster:
         nodes: {node id: slots}.
         faults: the script.
         late: {call number: {node id: slots}}: capacity that appears later, at that `gather`.
+        slow: looks of the driver that a write to storage takes.
 
     Attributes:
         lag: looks of the driver for which a copy is on its way.
@@ -192,7 +193,11 @@ class FakeCluster:
     local = False
 
     def __init__(
-        self, nodes: dict[str, int], faults: Sequence[Fault] = (), late: dict[int, dict[str, int]] | None = None
+        self,
+        nodes: dict[str, int],
+        faults: Sequence[Fault] = (),
+        late: dict[int, dict[str, int]] | None = None,
+        slow: int = 0,
     ) -> None:
         self.clock = Clock()
         self.sleep = self.clock.sleep
@@ -201,6 +206,7 @@ class FakeCluster:
         self.late = dict(late or {})
         self.calls: list[str] = []
         self.lag = 0
+        self.slow = slow
         self.fleet = self
         self.workers: list[FakeWorker] = []
         self.dead_nodes: set[str] = set()
@@ -439,7 +445,6 @@ class FakeKeepers:
     Attributes:
         frozen: {node: looks until its silence is noticed}.
         full: so many of the next replicas are refused.
-        slow: looks that a write to storage takes.
     """
 
     world: FakeCluster
@@ -459,7 +464,6 @@ class FakeKeepers:
     gone: list[str] = field(default_factory=list)
     frozen: dict[str, int] = field(default_factory=dict)
     full: int = 0
-    slow: int = 0
     made: int = 0
     closed: bool = False
 
@@ -659,7 +663,7 @@ class FakeKeepers:
                 raise CheckpointError(
                     f"{shard.file} of step {manifest.step} is held by no keeper", fix="write a newer step"
                 )
-        left = [self.slow]
+        left = [self.world.slow]
 
         def poll() -> bool:
             left[0] -= 1

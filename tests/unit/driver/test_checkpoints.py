@@ -25,11 +25,12 @@ def manifest(step: int) -> Manifest:
 
 @dataclass
 class Writers:
-    """Keepers whose orders and writes end as the script says: an error, or None."""
+    """Keepers whose orders and writes end as the script says: an error, or None; a write takes `busy` looks."""
 
     orders: list[BaseException | None] = field(default_factory=list)
     writes: list[BaseException | None] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
+    busy: int = 0
 
     def persist(self, manifest: Manifest, folder: str, *, commit: bool = False) -> Any:
         self.asked.append(manifest.step)
@@ -39,6 +40,9 @@ class Writers:
         return self
 
     def poll(self) -> bool:
+        self.busy -= 1
+        if self.busy >= 0:
+            return False
         error = self.writes.pop(0) if self.writes else None
         if error is not None:
             raise error
@@ -60,34 +64,62 @@ def make(folder: Path) -> FakeCheckpoints:
     return FakeCheckpoints(folder, EventLog(folder / "events.jsonl", generation=1))
 
 
+def order(checkpoints: Checkpoints, writers: Writers, step: int) -> None:
+    """A checkpoint of `step` is due, and the step is in memory."""
+    checkpoints.want(step)
+    checkpoints.advance(writers, manifest(step))
+
+
 def test_a_keeper_that_dies_while_it_writes_does_not_end_the_run(tmp_path: Path) -> None:
     """KeeperLost came out of the controller, and ended it."""
     checkpoints, writers = make(tmp_path), Writers(writes=[lost(), lost()])
-    checkpoints.order(manifest(5), writers)
+    order(checkpoints, writers, 5)
     for _ in range(3):
-        checkpoints.advance(writers)
+        checkpoints.advance(writers, manifest(5))
     assert writers.asked == [5, 5, 5]
     assert checkpoints.newest_step == 5
     assert failures(tmp_path) == 0
 
 
-def test_the_newest_due_checkpoint_wins_over_one_whose_writer_died(tmp_path: Path) -> None:
-    checkpoints, writers = make(tmp_path), Writers(writes=[None, lost()])
-    checkpoints.order(manifest(5), writers)
-    writers.writes = [lost()]
-    checkpoints.order(manifest(10), writers)
-    checkpoints.advance(writers)
-    assert writers.asked == [5, 10]
-    assert checkpoints.newest_step == 10
+def test_a_checkpoint_whose_writer_died_is_made_up_for_by_the_newest_step(tmp_path: Path) -> None:
+    checkpoints, writers = make(tmp_path), Writers(writes=[lost()])
+    order(checkpoints, writers, 5)
+    checkpoints.advance(writers, manifest(7))
+    checkpoints.advance(writers, manifest(8))
+    assert writers.asked == [5, 7]
+    assert checkpoints.newest_step == 7
+
+
+def test_a_checkpoint_that_falls_due_while_another_is_written_is_of_a_step_that_is_still_held(tmp_path: Path) -> None:
+    """It was of the step at which it fell due: keepers had given that back, and each of them was a failure."""
+    checkpoints, writers = make(tmp_path), Writers(busy=2)
+    order(checkpoints, writers, 5)
+    order(checkpoints, writers, 10)
+    checkpoints.advance(writers, manifest(11))
+    checkpoints.advance(writers, manifest(12))
+    checkpoints.advance(writers, manifest(13))
+    assert writers.asked == [5, 12]
+    assert checkpoints.newest_step == 12
+
+
+def test_a_checkpoint_that_a_recovery_broke_off_is_made_up_for(tmp_path: Path) -> None:
+    """It was dropped without a word, and the next one came a whole checkpoint_every later."""
+    checkpoints, writers = make(tmp_path), Writers(busy=1)
+    order(checkpoints, writers, 5)
+    checkpoints.forget()
+    checkpoints.advance(writers, manifest(4))
+    assert writers.asked == [5], "the state may have been restored from before it"
+    checkpoints.advance(writers, manifest(6))
+    assert writers.asked == [5, 6]
 
 
 def test_a_step_that_no_keeper_holds_any_more_is_said_and_left_out(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     writers = Writers(orders=[CheckpointError("held by no keeper", fix="write a newer step")])
-    checkpoints.order(manifest(5), writers)
+    order(checkpoints, writers, 5)
     assert failures(tmp_path) == 1
-    checkpoints.order(manifest(10), writers)
-    checkpoints.advance(writers)
+    order(checkpoints, writers, 10)
+    checkpoints.advance(writers, manifest(10))
     assert checkpoints.newest_step == 10
 
 
@@ -101,10 +133,10 @@ def test_three_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     error = CheckpointError("held by no keeper", fix="write a newer step")
     writers = Writers(orders=[error, error, error])
-    checkpoints.order(manifest(5), writers)
-    checkpoints.order(manifest(10), writers)
+    order(checkpoints, writers, 5)
+    order(checkpoints, writers, 10)
     with pytest.raises(ClusterError, match="3 checkpoints in a row"):
-        checkpoints.order(manifest(15), writers)
+        order(checkpoints, writers, 15)
 
 
 def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float, errors: list[BaseException | None]) -> list[int]:
@@ -134,7 +166,7 @@ def advance_until(checkpoints: Checkpoints, writers: Writers, done: Callable[[],
     while not done() and time.monotonic() < deadline:
         time.sleep(0.01)
         began = time.monotonic()
-        checkpoints.advance(writers)
+        checkpoints.advance(writers, None)
         longest = max(longest, time.monotonic() - began)
     assert done()
     return longest
@@ -147,8 +179,8 @@ def test_a_storage_that_takes_long_to_commit_and_to_drop_an_old_step_does_not_ho
     slow_storage(monkeypatch, 1.0, [])
     checkpoints, _ = real(tmp_path)
     began = time.monotonic()
-    checkpoints.order(manifest(5), Writers())
-    checkpoints.advance(Writers())
+    order(checkpoints, Writers(), 5)
+    checkpoints.advance(Writers(), None)
     assert time.monotonic() - began < 0.7
     assert checkpoints.newest_step == -1
     assert advance_until(checkpoints, Writers(), lambda: checkpoints.newest_step == 5) < 0.7
@@ -162,7 +194,7 @@ def test_a_commit_that_fails_in_its_thread_is_said_in_the_next_step_and_advances
 ) -> None:
     slow_storage(monkeypatch, 0.2, [OSError(errno.ENOSPC, "No space left on device")])
     checkpoints, _ = real(tmp_path)
-    checkpoints.order(manifest(5), Writers())
+    order(checkpoints, Writers(), 5)
     advance_until(checkpoints, Writers(), lambda: failures(tmp_path) == 1)
     assert (checkpoints.newest, checkpoints.newest_step) == (None, -1)
 
@@ -172,8 +204,8 @@ def test_a_commit_that_a_recovery_overtakes_counts_in_the_next_generation(
 ) -> None:
     stored = slow_storage(monkeypatch, 0.2, [StaleGenerationError("fenced off", fix="none")])
     checkpoints, events = real(tmp_path)
-    checkpoints.order(manifest(5), Writers())
-    checkpoints.advance(Writers())
+    order(checkpoints, Writers(), 5)
+    checkpoints.advance(Writers(), None)
     events.generation = 2
     checkpoints.forget()
     advance_until(checkpoints, Writers(), lambda: checkpoints.newest_step == 5)
@@ -184,9 +216,9 @@ def test_a_commit_that_a_recovery_overtakes_counts_in_the_next_generation(
 def test_a_commit_of_a_driver_that_was_taken_over_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_storage(monkeypatch, 0.0, [StaleGenerationError("fenced off", fix="none")])
     checkpoints, _ = real(tmp_path)
-    checkpoints.order(manifest(5), Writers())
+    order(checkpoints, Writers(), 5)
     with pytest.raises(StaleGenerationError):
-        checkpoints.advance(Writers())
+        checkpoints.advance(Writers(), None)
 
 
 def test_a_start_from_storage_waits_for_the_commit_that_is_on_its_way(
@@ -195,9 +227,19 @@ def test_a_start_from_storage_waits_for_the_commit_that_is_on_its_way(
     """Its files have no manifest yet: they would be deleted as leftovers."""
     stored = slow_storage(monkeypatch, 0.3, [])
     checkpoints, _ = real(tmp_path)
-    checkpoints.order(manifest(5), Writers())
-    checkpoints.advance(Writers())
+    order(checkpoints, Writers(), 5)
+    checkpoints.advance(Writers(), None)
     assert checkpoints.newest_step == -1
     checkpoints.forget()
     checkpoints.find()
     assert (stored, checkpoints.newest_step) == ([1], 5)
+
+
+def test_a_damaged_newest_checkpoint_is_not_taken_for_newer_than_memory_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = make(tmp_path)
+    monkeypatch.setattr("raycp.driver.checkpoints.newest_committed", lambda root: manifest(5))
+    assert checkpoints.stored_step() == 5
+    checkpoints.loaded("step-00000003", 3)  # 5 was damaged
+    assert checkpoints.stored_step() == 3

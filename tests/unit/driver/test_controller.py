@@ -635,6 +635,25 @@ def test_what_ranks_write_carries_the_events_of_its_steps(tmp_path: Path, monkey
     assert [e["step"] for e in manifest.extra[EVENTS]][-1] == TOTAL
 
 
+def test_checkpoints_that_take_longer_than_checkpoint_every_steps_are_no_failures(tmp_path: Path) -> None:
+    """Each one that fell due meanwhile was looked for in vain: three of them ended the run."""
+    run = Run(tmp_path, FakeCluster(TWO_NODES, slow=3), checkpoint_every=1)
+    run()
+    check_complete(tmp_path, run)
+    assert named(tmp_path, "checkpoint_failed") == []
+    saved = [e["step"] for e in named(tmp_path, "checkpoint")]
+    assert saved == sorted(set(saved))
+    assert len(saved) > 1
+
+
+def test_a_checkpoint_that_a_fault_broke_off_is_made_up_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 4", 0, "die")], slow=4), checkpoint_every=3)
+    run()
+    check_complete(tmp_path, run)
+    first, last = [e["step"] for e in named(tmp_path, "checkpoint")]
+    assert (first in (3, 4), last) == (True, TOTAL)
+
+
 def test_another_driver_that_took_over_ends_this_one_before_it_commits(tmp_path: Path) -> None:
     cluster = FakeCluster(TWO_NODES)
     run = Run(tmp_path, cluster)
