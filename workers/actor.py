@@ -301,13 +301,13 @@ class TrainWorker:
 
     def _largest_messages(self, grid: RankGrid) -> dict[str, int]:
         model, cost = self._spec.model.load_config(), self._spec.cost
-        heads = int(model.num_attention_heads)
+        layers = AttentionLayers.of(model)
         return largest_messages(
             tokens=self._spec.config.seq_length,
             ring=grid.ring,
             ulysses=grid.ulysses,
-            heads=heads,
-            kv_heads=int(getattr(model, "num_key_value_heads", None) or heads),
+            heads=layers.num_heads,
+            kv_heads=layers.num_kv_heads,
             head_dim=cost.head_dim,
             value_dim=cost.value_dim,
             itemsize=cost.itemsize,

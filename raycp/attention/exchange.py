@@ -6,12 +6,11 @@ so they must not change until the exchange is over; gradients travel in fp32.
 Legend: s rows of a block, K key/value heads (of a group), D head dim, Dv value dim.
 """
 
-from collections.abc import Iterator, Sequence
-
 import torch
 
 from raycp.attention.call import AttentionCall, Tensors
 from raycp.attention.communicator import Communicator, Handle, Message
+from raycp.attention.rows import row_places, take_rows
 from raycp.plan import Range, Step
 
 
@@ -38,7 +37,7 @@ class Block:
             self._handle.wait()
             self._handle = None
             for buffer, x, places in self._staged:
-                for part, rows in _parts(places):
+                for rows, part in row_places(places):
                     x[rows] = buffer[part]
             self._staged = []
         return self
@@ -73,7 +72,8 @@ def fetch(
                 block._staged.append((buffer, x, places))
             receives.append(Message(transfer.peer, buffer, tag + n, name))
     for transfer in step.sends:
-        sends += [Message(transfer.peer, _rows(source[n], transfer.rows), tag + n, name) for n in moving]
+        for n in moving:
+            sends.append(Message(transfer.peer, take_rows(source[n], transfer.rows).contiguous(), tag + n, name))
     block._handle = _post(step, sends, receives, call)
     for rows, place in step.own:
         for n, x in zip(moving, arriving, strict=True):
@@ -99,7 +99,7 @@ class Returning:
         tag = _tag(step, round_index) + 2
         self._step = step
         sends = [
-            Message(transfer.peer, _rows(x, transfer.rows), tag + n, name)
+            Message(transfer.peer, take_rows(x, transfer.rows).contiguous(), tag + n, name)
             for transfer in step.returns
             for n, x in enumerate(share or ())
         ]
@@ -119,7 +119,7 @@ class Returning:
         self._handle.wait()
         for transfer, buffers in zip(self._step.collects, self._arriving, strict=True):
             for total, buffer in zip(totals, buffers, strict=True):
-                for part, rows in _parts(transfer.rows):
+                for rows, part in row_places(transfer.rows):
                     total[rows] += buffer[part]
 
 
@@ -131,17 +131,3 @@ def _post(step: Step, sends: list[Message], receives: list[Message], call: Atten
     call.stats.bytes_sent += sum(m.tensor.nbytes for m in sends)
     communicator: Communicator = call.outer if step.outer else call.communicator
     return communicator.post(sends, receives)
-
-
-def _rows(x: torch.Tensor, rows: Sequence[Range]) -> torch.Tensor:
-    """Rows of `x`, contiguous; a view where they are one contiguous range."""
-    parts = [x[r.start : r.stop] for r in rows]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-
-def _parts(ranges: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
-    """Rows of a buffer that holds `ranges` one after the other, and where they belong."""
-    offset = 0
-    for r in ranges:
-        yield slice(offset, offset + len(r)), slice(r.start, r.stop)
-        offset += len(r)

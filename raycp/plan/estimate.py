@@ -10,6 +10,7 @@ Legend: P ranks of the ring; matrices are [receiver, owner]; the diagonal is a r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from raycp.plan.cost import CostModel, Floats
 from raycp.plan.grid import RankGrid
 from raycp.plan.heads import head_groups, head_shares
-from raycp.plan.layout import Ints, Shard
+from raycp.plan.layout import Ints, Shard, visible_entries
 
 _ROW_BYTES = 2 * 4 * 4
 """Of one number of a kernel's output: about four passes over it in fp32, forward, and as much for dQ, backward. Merging
@@ -96,9 +97,9 @@ def count(
     first = np.ones(len(owner), dtype=bool)  # of the pieces of its document on its rank
     first[1:] = (owner[1:] != owner[:-1]) | (document[1:] != document[:-1])
     strips = 1 if window is None else -(-2 * length // max(block, 2))  # a band is computed in strips of half a block
-    total = _entries(stop - starts[document], lengths, causal, window)
-    total -= _entries(start - starts[document], lengths, causal, window)
-    inside = _entries(length, length, True, window) if causal else np.zeros_like(length)
+    entries_of = partial(visible_entries, causal=causal, window=window)
+    total = entries_of(stop - starts[document], lengths) - entries_of(start - starts[document], lengths)
+    inside = entries_of(length, length) if causal else np.zeros_like(length)
 
     def per_rank(weights: npt.NDArray[Any]) -> Floats:
         return _sums(owner, weights, size)
@@ -146,14 +147,6 @@ def count(
         local_calls=np.maximum(calls[own] - per_rank(needing & first), 0),
         gathered_calls=per_rank(np.where(needing, -(-2 * length // max(block, 2)) if causal else 1, 0)),
     )
-
-
-def _entries(x: Ints, length: Ints, causal: bool, window: int | None) -> Ints:
-    """Visible score entries of the first x queries of documents of `length` tokens."""
-    if not causal:
-        return x * length
-    growing = x if window is None else np.minimum(x, window)
-    return growing * (growing + 1) // 2 + (x - growing) * growing
 
 
 def _own_calls(owner: Ints, length: Ints, first: npt.NDArray[np.bool_], size: int) -> Floats:

@@ -16,6 +16,7 @@ operations on arrays of one entry per piece.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from raycp.errors import PlanError
 from raycp.plan.balance import Entries, Piece, place_documents
 
 Ints = npt.NDArray[np.int64]
+Counts = TypeVar("Counts", int, Ints)
 
 LAYOUTS = ("contiguous", "zigzag", "balanced")
 
@@ -116,15 +118,15 @@ def _zigzag(starts: Ints, ends: Ints, num_ranks: int) -> tuple[Shard, ...]:
 def _weighed(causal: bool, balance: Sequence[tuple[int | None, int]]) -> Entries:
     """Visible score entries of all layers."""
     if len(balance) == 1:
-        return partial(_entries, causal=causal, window=balance[0][0])
-    return lambda x, length: sum(n * _entries(x, length, causal=causal, window=window) for window, n in balance)
+        return partial(visible_entries, causal=causal, window=balance[0][0])
+    return lambda x, length: sum(n * visible_entries(x, length, causal=causal, window=window) for window, n in balance)
 
 
-def _entries(x: int, length: int, *, causal: bool, window: int | None) -> int:
-    """Visible score entries of the first `x` queries of a document of `length` tokens."""
+def visible_entries(x: Counts, length: Counts, *, causal: bool, window: int | None) -> Counts:
+    """Visible score entries of the first `x` queries of a document of `length` tokens; numbers, or int64 arrays."""
     if not causal:
         return x * length
-    growing = x if window is None else min(x, window)
+    growing = x if window is None else x - (x - window) * (x > window)
     return growing * (growing + 1) // 2 + (x - growing) * growing
 
 

@@ -39,6 +39,22 @@ class Transfers(dist.Work):
         return True
 
 
+Pieces = Sequence[torch.Tensor] | torch.Tensor
+"""A tensor for each rank of a group; the rows of a tensor are such."""
+
+
+def _exchange(group: dist.ProcessGroup, incoming: Pieces, outgoing: Pieces, tag: int) -> Transfers:
+    """Posts a receive from, and a send to, each other rank; empty pieces stay where they are."""
+    works, rank, size = [], group.rank(), group.size()
+    for i in range(1, size):
+        source, target = (rank - i) % size, (rank + i) % size
+        if incoming[source].numel():
+            works.append(dist.irecv(incoming[source], group=group, group_src=source, tag=tag))
+        if outgoing[target].numel():
+            works.append(dist.isend(outgoing[target], group=group, group_dst=target, tag=tag))
+    return Transfers(works)
+
+
 class P2PAllGather(AllGather):
     """Every rank sends its piece to every other rank; all transfers are posted at once, and FSDP2 waits for them."""
 
@@ -52,17 +68,13 @@ class P2PAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        rank, world_size = group.rank(), group.size()
-        pieces = output_tensor.view(world_size, -1)
-        works = []
-        for i in range(1, world_size):
-            source, target = (rank - i) % world_size, (rank + i) % world_size
-            works.append(dist.irecv(pieces[source], group=group, group_src=source, tag=_TAG))
-            works.append(dist.isend(input_tensor, group=group, group_dst=target, tag=_TAG))
-        own = pieces[rank]
+        size = group.size()
+        pieces = output_tensor.view(size, -1)
+        transfers = _exchange(group, pieces, [input_tensor] * size, _TAG)
+        own = pieces[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        return Transfers(works)
+        return transfers
 
 
 class PairwiseReduceScatter(ReduceScatter):
@@ -86,12 +98,7 @@ class PairwiseReduceScatter(ReduceScatter):
         rank, world_size = group.rank(), group.size()
         pieces = input_tensor.view(world_size, -1)
         received = torch.empty_like(pieces)
-        works = []
-        for i in range(1, world_size):
-            source, target = (rank - i) % world_size, (rank + i) % world_size
-            works.append(dist.irecv(received[source], group=group, group_src=source, tag=_TAG))
-            works.append(dist.isend(pieces[target], group=group, group_dst=target, tag=_TAG))
-        Transfers(works).wait()
+        _exchange(group, received, pieces, _TAG).wait()
         output = output_tensor.view(-1)
         for source in range(world_size):
             piece = pieces[rank] if source == rank else received[source]
@@ -151,7 +158,7 @@ class _PairwiseSum:
         self._pieces = [flat[a:b] for a, b in pairwise(bounds)]
         own = self._pieces[self._rank]
         self._shares = [own if r == self._rank else torch.empty_like(own) for r in range(size)]
-        self._works = self._exchange(self._shares, self._pieces, self._tag)
+        self._works = _exchange(group, self._shares, self._pieces, self._tag)
 
     def spread(self) -> None:
         """See `RankSum.spread`."""
@@ -163,19 +170,8 @@ class _PairwiseSum:
         if self._rank:
             own.copy_(total)
         self._shares = []
-        self._works = self._exchange(self._pieces, [own] * len(self._pieces), self._tag + 1)
+        self._works = _exchange(self._group, self._pieces, [own] * len(self._pieces), self._tag + 1)
 
     def wait(self) -> None:
         """See `RankSum.wait`."""
         self._works.wait()
-
-    def _exchange(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], tag: int) -> Transfers:
-        """Posts a receive from, and a send to, each other rank; empty pieces stay where they are."""
-        works, size = [], len(incoming)
-        for i in range(1, size):
-            source, target = (self._rank - i) % size, (self._rank + i) % size
-            if incoming[source].numel():
-                works.append(dist.irecv(incoming[source], group=self._group, group_src=source, tag=tag))
-            if outgoing[target].numel():
-                works.append(dist.isend(outgoing[target], group=self._group, group_dst=target, tag=tag))
-        return Transfers(works)

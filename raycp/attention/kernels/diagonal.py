@@ -29,22 +29,22 @@ def diagonal_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients, with the merged output and log-sum-exp; shapes as in `Kernel.backward`, fp32."""
     num_kv_heads = k.shape[1]
-    p = (_scores(q, k, scale) - _grouped(lse[..., None], num_kv_heads)[..., 0]).exp()[..., None]  # [n, K, G, 1]
-    dout = _grouped(dout, num_kv_heads)  # [n, K, G, Dv]
-    gap = (dout * v.float()[:, :, None]).sum(-1, keepdim=True) - (dout * _grouped(out, num_kv_heads)).sum(
+    p = (_scores(q, k, scale) - grouped(lse[..., None], num_kv_heads)[..., 0]).exp()[..., None]  # [n, K, G, 1]
+    dout = grouped(dout, num_kv_heads)  # [n, K, G, Dv]
+    gap = (dout * v.float()[:, :, None]).sum(-1, keepdim=True) - (dout * grouped(out, num_kv_heads)).sum(
         -1, keepdim=True
     )
     dscores = p * gap * scale
     dq = (dscores * k.float()[:, :, None]).flatten(1, 2)
-    dk = (dscores * _grouped(q, num_kv_heads)).sum(2)
+    dk = (dscores * grouped(q, num_kv_heads)).sum(2)
     return dq, dk, (p * dout).sum(2)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """fp32 [n, K, G]."""
-    return (_grouped(q, k.shape[1]) * k.float()[:, :, None]).sum(-1) * scale
+    return (grouped(q, k.shape[1]) * k.float()[:, :, None]).sum(-1) * scale
 
 
-def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[n, H, D] -> fp32 [n, K, G, D]."""
+def grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Heads by the key/value head that they read: [n, H, D] -> fp32 [n, K, G, D]."""
     return x.float().reshape(len(x), num_kv_heads, x.shape[1] // num_kv_heads, x.shape[-1])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raycp.attention.kernels.diagonal import grouped
 from raycp.attention.merge import merge_
 from raycp.plan import MaskKind, Slice
 
@@ -52,7 +53,7 @@ class MatmulKernel:
         groups = k.shape[1]
         for strip in _strips(slices, q):
             rows, cols = strip.rows, strip.cols
-            dout_r, out_r, q_r = (_grouped(x[rows], groups) for x in (dout, out, q))  # [r, K, G, .]
+            dout_r, out_r, q_r = (grouped(x[rows], groups) for x in (dout, out, q))  # [r, K, G, .]
             row_lse = lse[rows].t().reshape(groups, -1, len(q_r), 1)
             p = (_scores(q[rows], k[cols], scale, strip) - row_lse).exp()
             delta = (dout_r * out_r).sum(-1).permute(1, 2, 0)[..., None]  # [K, G, r, 1]
@@ -99,14 +100,9 @@ def _strips(slices: Sequence[Slice], q: torch.Tensor) -> Iterator[_Strip]:
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, strip: _Strip) -> torch.Tensor:
     """fp32 [K, G, r, c], -inf where a query does not see the key."""
-    scores = torch.einsum("rkgd,ckd->kgrc", _grouped(q, k.shape[1]), k.float()) * scale
+    scores = torch.einsum("rkgd,ckd->kgrc", grouped(q, k.shape[1]), k.float()) * scale
     num_rows, num_cols = scores.shape[-2:]
     if strip.lower <= 1 - num_rows and strip.upper >= num_cols - 1:
         return scores
     distance = torch.arange(num_cols, device=q.device) - torch.arange(num_rows, device=q.device)[:, None]
     return scores.masked_fill((distance < strip.lower) | (distance > strip.upper), -torch.inf)
-
-
-def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[r, H, D] -> fp32 [r, K, G, D]."""
-    return x.float().reshape(len(x), num_kv_heads, -1, x.shape[-1])

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from raycp.attention.kernels.diagonal import diagonal_backward, diagonal_forward
 from raycp.attention.merge import merge_
+from raycp.attention.rows import row_places, take_rows
 from raycp.errors import PlanError
 from raycp.plan import MaskKind, Range, Slice
 
@@ -131,7 +132,7 @@ class VarlenKernel:
         width = self._width(q, v)
         out = lse = None
         for call in plan_calls(tuple(slices), self.op.limits):
-            q_n, k_m, v_m = _take(q, call.rows), _take(k, call.cols), _take(v, call.cols)
+            q_n, k_m, v_m = take_rows(q, call.rows), take_rows(k, call.cols), take_rows(v, call.cols)
             if call.kind is MaskKind.DIAGONAL:
                 part, part_lse = diagonal_forward(q_n, k_m, v_m, scale)
             else:
@@ -146,7 +147,7 @@ class VarlenKernel:
                     continue
                 out = q.new_zeros(len(q), q.shape[1], value_dim, dtype=torch.float32)
                 lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-            for rows, here in _pieces(call.rows):
+            for rows, here in row_places(call.rows):
                 if call.fresh:
                     out[rows], lse[rows] = part[here], part_lse[here]
                 else:
@@ -171,8 +172,8 @@ class VarlenKernel:
         width = self._width(q, v)
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
         for call in plan_calls(tuple(slices), self.op.limits):
-            dout_n, out_n, lse_n = (_take(x, call.rows) for x in (dout, out, lse))
-            q_n, k_m, v_m = _take(q, call.rows), _take(k, call.cols), _take(v, call.cols)
+            dout_n, out_n, lse_n = (take_rows(x, call.rows) for x in (dout, out, lse))
+            q_n, k_m, v_m = take_rows(q, call.rows), take_rows(k, call.cols), take_rows(v, call.cols)
             if call.kind is MaskKind.DIAGONAL:
                 parts = diagonal_backward(dout_n, q_n, k_m, v_m, out_n, lse_n, scale)
             else:
@@ -181,7 +182,7 @@ class VarlenKernel:
                 )
                 parts = self.op.backward(dout_n, q_n, k_m, v_m, out_n, lse_n.contiguous(), call, scale)
             for total, part, ranges in zip((dq, dk, dv), parts, (call.rows, call.cols, call.cols), strict=True):
-                for rows, here in _pieces(ranges):
+                for rows, here in row_places(ranges):
                     total[rows] += part[here][..., : total.shape[-1]]
         return dq, dk, dv
 
@@ -309,21 +310,6 @@ def _disjoint(seen: Sequence[Range], rows: Sequence[Range]) -> bool:
 
 def _longest(ends: Sequence[int]) -> int:
     return max(b - a for a, b in zip((0, *ends), ends, strict=False))
-
-
-def _take(x: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
-    """The rows of all ranges: a view of one range, else a copy."""
-    parts = [x[r.start : r.stop] for r in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _pieces(ranges: tuple[Range, ...]) -> list[tuple[slice, slice]]:
-    """Each range, and where its rows are in the call."""
-    found, start = [], 0
-    for r in ranges:
-        found.append((slice(r.start, r.stop), slice(start, start + len(r))))
-        start += len(r)
-    return found
 
 
 def _widen(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -160,7 +160,7 @@ def test_rows_in_the_wrong_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((97,), 4, algorithm="allgather")
     assert any(len(places) > 1 for step in case.plan().program(1).steps for _, places in step.arrivals())
     assert _worst(case) <= TOLERANCE
-    honest = exchange._parts
-    monkeypatch.setattr(exchange, "_parts", lambda ranges: honest(ranges[::-1]))
+    honest = exchange.row_places
+    monkeypatch.setattr(exchange, "row_places", lambda ranges: honest(ranges[::-1]))
     with pytest.raises((AssertionError, RuntimeError)):
         assert _worst(case) <= TOLERANCE
