@@ -637,7 +637,7 @@ def test_what_ranks_write_carries_the_events_of_its_steps(tmp_path: Path, monkey
 
 def test_checkpoints_that_take_longer_than_checkpoint_every_steps_are_no_failures(tmp_path: Path) -> None:
     """Each one that fell due meanwhile was looked for in vain: three of them ended the run."""
-    run = Run(tmp_path, FakeCluster(TWO_NODES, slow=3), checkpoint_every=1)
+    run = Run(tmp_path, FakeCluster(TWO_NODES, slow=4), checkpoint_every=2)
     run()
     check_complete(tmp_path, run)
     assert named(tmp_path, "checkpoint_failed") == []
