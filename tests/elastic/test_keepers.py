@@ -54,7 +54,14 @@ def training_nodes() -> list[NodeInfo]:
     return [n for n in live_nodes() if n.total.get("CPU")]
 
 
-def start(name: str, *, generation: int, ttl: float = 300.0, checkpoints: str = "/nowhere") -> tuple[Keepers, Ranks]:
+def start(
+    name: str,
+    *,
+    generation: int,
+    ttl: float = 300.0,
+    checkpoints: str = "/nowhere",
+    unresponsive_after: float = module.ORDER_SECONDS,
+) -> tuple[Keepers, Ranks]:
     """Two ranks on each of two nodes, and their keepers."""
     nodes = training_nodes()[:2]
     keepers = Keepers.start(
@@ -65,6 +72,7 @@ def start(name: str, *, generation: int, ttl: float = 300.0, checkpoints: str = 
         generation=generation,
         ttl=ttl,
         checkpoints=checkpoints,
+        unresponsive_after=unresponsive_after,
     )
     homes = [n.node_id for n in nodes for _ in range(2)]
     keepers.assign(generation, homes)
@@ -265,8 +273,7 @@ def test_a_dead_keeper_without_a_step_in_flight_is_noticed_by_the_beat(cluster: 
 def test_a_frozen_keeper_is_lost_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ORDER_SECONDS", 1.0)
     monkeypatch.setattr(module, "POLL_SECONDS", 1.0)
-    monkeypatch.setattr(module, "UNAVAILABLE_SECONDS", 0.5)
-    keepers, ranks = start("frozen", generation=1)
+    keepers, ranks = start("frozen", generation=1, unresponsive_after=2.0)
     commit(keepers, ranks, 1)
     victim = next(iter(keepers.addresses))
     pid = keeper_pids("frozen")[victim]
