@@ -238,9 +238,13 @@ class Keepers:
             for node_id, handle in handles.items()
         }
         self._raise_first(answers_of(calls, ORDER_SECONDS))
-        expected = {} if generation != self._generation else {step: e.began for step, e in self._expected.items()}
+        same = generation == self._generation
+        if same and self._committed is not None and self._committed.generation == generation:
+            # a keeper that is new gets replicas of that step, and would wait for its commit
+            self._raise_first(self._tell(handles, self._committed, COMMIT_SECONDS))
+        expected = {step: e.began for step, e in self._expected.items()} if same else {}
         with self._lock:
-            self._layouts = Layouts() if generation != self._generation else self._layouts
+            self._layouts = self._layouts if same else Layouts()
             self._generation, self._ranks, self._polls, self._expected = generation, ranks, {}, {}
         for step, began in expected.items():
             self._expect(step, began)

@@ -251,6 +251,29 @@ def test_a_killed_keeper_is_lost_and_another_one_takes_its_place(cluster: Cluste
     ranks.close()
 
 
+def test_a_new_keeper_knows_that_the_step_whose_replicas_it_takes_over_is_committed(cluster: Cluster) -> None:
+    """It waited for that commit before it took replicas of the next step, and ranks stood in the copy for ever."""
+    keepers, ranks = start("joined", generation=1)
+    commit(keepers, ranks, 1)
+    victim = next(iter(keepers.addresses))
+    os.kill(keeper_pids("joined")[victim], signal.SIGKILL)
+    keepers.drop(victim)
+    keepers.add(next(n for n in training_nodes() if n.node_id == victim))
+    homes = [n.node_id for n in training_nodes()[:2] for _ in range(2)]
+    keepers.assign(1, homes)
+    deadline = time.monotonic() + 20
+    while len(keepers._inventories()[victim].shards) < 2:  # the copies of the other node's ranks, once more
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks.close()
+    ranks = Ranks([keepers.addresses[h] for h in homes])
+    for step in (2, 3):
+        commit(keepers, ranks, step)
+    assert_holds(keepers.newest(), 3)
+    keepers.close()
+    ranks.close()
+
+
 def test_a_dead_keeper_without_a_step_in_flight_is_noticed_by_the_beat(cluster: Cluster) -> None:
     keepers, ranks = start("beat", generation=1)
     victim = list(keepers.addresses)[1]
