@@ -106,6 +106,11 @@ class Commits:
             made.append(self._commit(found))
         return made
 
+    @property
+    def awaited(self) -> int | None:
+        """The oldest step whose copy is on its way."""
+        return min(self._expected, default=None)
+
     def expects(self, step: int) -> bool:
         """Whether a copy of `step` is on its way."""
         return step in self._expected

@@ -75,6 +75,7 @@ class Saving:
         self._clock = clock
         self._lost: list[KeeperLost] = []
         self._refusal = ""
+        self._awaited: tuple[int | None, float] = (None, 0.0)
         self._beats: _Beats | None = None
         self._unsaved = False
         self.copy_problems: dict[int, str] = {}
@@ -142,6 +143,22 @@ class Saving:
             self.let_go(lost)
         except CopyRefused as refused:
             self._refused(refused)
+        self._give_up_what_is_late()
+
+    def _give_up_what_is_late(self) -> None:
+        """A copy that does not arrive, though every keeper answers, holds up the ones after it, and the ranks."""
+        step, limit = self.commits.awaited, PATIENCE * self._elastic.heartbeat_timeout
+        if step != self._awaited[0]:
+            self._awaited = step, self._clock()
+        elif step is not None and self._clock() - self._awaited[1] > limit:
+            self._refused(
+                CopyRefused(
+                    f"the copy of step {step} did not arrive within {limit:.0f} s",
+                    fix="look at the keepers' logs; raise elastic.heartbeat_timeout if copies take that long",
+                    step=step,
+                    node_id=None,
+                )
+            )
 
     def _flush(self, step: int, seconds: float) -> None:
         """Waits until `step` is committed or will not be, `seconds` at most."""
@@ -155,7 +172,7 @@ class Saving:
         self.commits.lost_copies()
 
     def _refused(self, refused: CopyRefused) -> None:
-        """The node of a copy's second home is short of memory, or cannot be reached from the first one."""
+        """The node of a copy's second home is short of memory, or not reached from the first one, or nobody knows."""
         d = refused.details
         self._events.write(
             "snapshot_failed", rank=None, node=d["node_id"], cause=refused.message, step=self.commits.committed

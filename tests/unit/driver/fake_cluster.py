@@ -394,6 +394,7 @@ class FakeRanks:
             if meanwhile is None:
                 break
             meanwhile()
+            self.world.sleep(1.0)
         raise AssertionError(f"{what}: a rank waits for ever for its copy, and the run with it")
 
     def _strike(self, what: str) -> dict[int, str]:

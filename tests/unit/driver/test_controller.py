@@ -442,6 +442,17 @@ def test_a_node_short_of_memory_for_a_moment_does_not_end_the_run(tmp_path: Path
     assert (found["source"], found["steps_lost"]) == ("memory", 0)
 
 
+def test_copies_that_never_arrive_though_every_keeper_answers_do_not_hang_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, FakeCluster(TWO_NODES), checkpoint_every=100, heartbeat_timeout=1.0)
+    run.cluster.lag = 10**9
+    run()
+    check_complete(tmp_path, run)
+    failed = named(tmp_path, "snapshot_failed")
+    assert failed
+    assert "did not arrive within" in failed[0]["cause"]
+    assert "the next copy is tried all the same" in run.screen.getvalue()
+
+
 @pytest.mark.parametrize("second", ["keeper", "keeper frozen"])
 def test_both_keepers_lost_at_once_cost_no_step(second: str, tmp_path: Path) -> None:
     """The second one ended the run, while all ranks were well and held the state."""
