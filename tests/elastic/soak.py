@@ -25,6 +25,7 @@ FAULTS = {
     "SIGKILL": 6,
     "exception": 4,
     "keeper dies": 3,
+    "keeper frozen": 1,
     "SIGSTOP": 2,
     "raylet SIGKILL": 2,
     "second fault": 2,
