@@ -87,6 +87,7 @@ class Keepers:
         self._where: dict[tuple[int, str], list[str]] = {}
         self._layouts = Layouts()
         self._committed: Manifest | None = None
+        self._abandoned = -1
         self._lock = threading.Lock()
         self._pulse = Pulse(unresponsive_after)
 
@@ -228,23 +229,20 @@ class Keepers:
         live = list(self.addresses.values())
         with self._lock:
             handles = dict(self._handles)
+        peer_of = {node_id: self.addresses.get(peers[node_id] or "") for node_id in handles}
         calls = {
-            node_id: on(handle, "assign", CONTROL).remote(
-                generation,
-                ranks.get(node_id, []),
-                self.addresses.get(peers[node_id] or ""),
-                live,
-            )
+            node_id: on(handle, "assign", CONTROL).remote(generation, ranks.get(node_id, []), peer_of[node_id], live)
             for node_id, handle in handles.items()
         }
         self._raise_first(answers_of(calls, ORDER_SECONDS))
         same = generation == self._generation
-        if same and self._committed is not None and self._committed.generation == generation:
-            # a keeper that is new gets replicas of that step, and would wait for its commit
-            self._raise_first(self._tell(handles, self._committed, COMMIT_SECONDS))
+        if same:  # a keeper that is new gets replicas of steps before it: it would wait for their commits
+            if self._committed is not None and self._committed.generation == generation:
+                self._raise_first(self._tell(handles, self._committed, COMMIT_SECONDS))
+            self.abandon(self._abandoned)
         expected = {step: e.began for step, e in self._expected.items()} if same else {}
         with self._lock:
-            self._layouts = self._layouts if same else Layouts()
+            self._layouts, self._abandoned = (self._layouts, self._abandoned) if same else (Layouts(), -1)
             self._generation, self._ranks, self._polls, self._expected = generation, ranks, {}, {}
         for step, began in expected.items():
             self._expect(step, began)
@@ -298,6 +296,7 @@ class Keepers:
         need not wait for them.
         """
         with self._lock:
+            self._abandoned = max(self._abandoned, step)
             self._expected = {s: e for s, e in self._expected.items() if s > step}
             calls = {n: on(h, "abandon", CONTROL).remote(self._generation, step) for n, h in self._handles.items()}
         answers_of(calls, COMMIT_SECONDS)  # a keeper that does not answer is seen by `poll`

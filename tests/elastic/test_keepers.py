@@ -132,6 +132,16 @@ def first_driver(address: str, name: str, *, ttl: float, checkpoints: str) -> su
     return process
 
 
+def replace(keepers: Keepers, node_id: str, *, copies: int) -> None:
+    """Another keeper on a node, until it has so many copies of what the other node's ranks had sent before."""
+    keepers.add(next(n for n in training_nodes() if n.node_id == node_id))
+    keepers.assign(1, [n.node_id for n in training_nodes()[:2] for _ in range(2)])
+    deadline = time.monotonic() + 20
+    while len(keepers._inventories()[node_id].shards) < copies:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def lost(keepers: Keepers, seconds: float) -> KeeperLost:
     with pytest.raises(KeeperLost) as caught:
         keepers.poll(seconds)
@@ -258,18 +268,35 @@ def test_a_new_keeper_knows_that_the_step_whose_replicas_it_takes_over_is_commit
     victim = next(iter(keepers.addresses))
     os.kill(keeper_pids("joined")[victim], signal.SIGKILL)
     keepers.drop(victim)
-    keepers.add(next(n for n in training_nodes() if n.node_id == victim))
-    homes = [n.node_id for n in training_nodes()[:2] for _ in range(2)]
-    keepers.assign(1, homes)
-    deadline = time.monotonic() + 20
-    while len(keepers._inventories()[victim].shards) < 2:  # the copies of the other node's ranks, once more
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     ranks.close()
+    replace(keepers, victim, copies=2)
+    homes = [n.node_id for n in training_nodes()[:2] for _ in range(2)]
     ranks = Ranks([keepers.addresses[h] for h in homes])
     for step in (2, 3):
         commit(keepers, ranks, step)
     assert_holds(keepers.newest(), 3)
+    keepers.close()
+    ranks.close()
+
+
+def test_a_new_keeper_knows_which_steps_were_given_up_before_it_came(cluster: Cluster) -> None:
+    """Another way into the same wait: the step that was given up with the old keeper was copied to the new one."""
+    keepers, ranks = start("given-up", generation=1)
+    commit(keepers, ranks, 1)
+    victim = next(iter(keepers.addresses))
+    ranks.snapshot(2)
+    keepers.expect(2)
+    assert ranks.wait() == [None] * 4
+    os.kill(keeper_pids("given-up")[victim], signal.SIGKILL)
+    keepers.drop(victim)
+    keepers.abandon(2)
+    ranks.close()
+    replace(keepers, victim, copies=4)
+    homes = [n.node_id for n in training_nodes()[:2] for _ in range(2)]
+    ranks = Ranks([keepers.addresses[h] for h in homes])
+    for step in (3, 4):
+        commit(keepers, ranks, step)
+    assert_holds(keepers.newest(), 4)
     keepers.close()
     ranks.close()
 
