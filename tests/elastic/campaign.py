@@ -401,5 +401,5 @@ def _size(events: list[dict[str, Any]]) -> int:
 def unbroken_run(nodes: FakeNodes, inputs: Path, out: Path, shape: Shape, *, steps: int) -> dict[int, dict[str, Any]]:
     """The `step` events of a run that nothing happens to."""
     campaign = Campaign(nodes, inputs, out, shape, [], steps=steps)
-    campaign.run(240.0)
+    campaign.run(240.0 + steps)
     return {e["step"]: e for e in read_events(out / "events.jsonl") if e["event"] == "step"}
