@@ -18,6 +18,8 @@ from raycp.training.device import resolve_device
 from raycp.training.spec import ModelSpec
 from workers.messages import Probe, RunSpec, StoreSpec
 
+pytestmark = pytest.mark.slow
+
 STORE = StoreSpec(folder="", fingerprint="", packing="best_fit", plan_hash="")
 
 

@@ -20,6 +20,8 @@ from tests.elastic.fake_nodes import ROOT, FakeNodes
 from tests.elastic.runs import make_folder
 from tests.elastic.script import Script
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 WAITING: dict[str, Any] = {"spares": 0, "on_loss": "wait"}
 
