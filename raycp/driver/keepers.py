@@ -239,7 +239,8 @@ class Keepers:
         if same:  # a keeper that is new gets replicas of steps before it: it would wait for their commits
             if self._committed is not None and self._committed.generation == generation:
                 self._raise_first(self._tell(handles, self._committed, COMMIT_SECONDS))
-            self.abandon(self._abandoned)
+            if self._abandoned >= 0:
+                self.abandon(self._abandoned)
         expected = {step: e.began for step, e in self._expected.items()} if same else {}
         with self._lock:
             self._layouts, self._abandoned = (self._layouts, self._abandoned) if same else (Layouts(), -1)

@@ -132,14 +132,19 @@ def first_driver(address: str, name: str, *, ttl: float, checkpoints: str) -> su
     return process
 
 
-def replace(keepers: Keepers, node_id: str, *, copies: int) -> None:
-    """Another keeper on a node, until it has so many copies of what the other node's ranks had sent before."""
+def replace(keepers: Keepers, node_id: str, ranks: Ranks, *, copies: int) -> Ranks:
+    """Another keeper on a node, and the ranks attached anew when it has so many copies of what the other node's ranks
+    had sent before.
+    """
+    ranks.close()
+    homes = [n.node_id for n in training_nodes()[:2] for _ in range(2)]
     keepers.add(next(n for n in training_nodes() if n.node_id == node_id))
-    keepers.assign(1, [n.node_id for n in training_nodes()[:2] for _ in range(2)])
+    keepers.assign(1, homes)
     deadline = time.monotonic() + 20
     while len(keepers._inventories()[node_id].shards) < copies:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return Ranks([keepers.addresses[h] for h in homes])
 
 
 def lost(keepers: Keepers, seconds: float) -> KeeperLost:
@@ -268,10 +273,7 @@ def test_a_new_keeper_knows_that_the_step_whose_replicas_it_takes_over_is_commit
     victim = next(iter(keepers.addresses))
     os.kill(keeper_pids("joined")[victim], signal.SIGKILL)
     keepers.drop(victim)
-    ranks.close()
-    replace(keepers, victim, copies=2)
-    homes = [n.node_id for n in training_nodes()[:2] for _ in range(2)]
-    ranks = Ranks([keepers.addresses[h] for h in homes])
+    ranks = replace(keepers, victim, ranks, copies=2)
     for step in (2, 3):
         commit(keepers, ranks, step)
     assert_holds(keepers.newest(), 3)
@@ -290,10 +292,7 @@ def test_a_new_keeper_knows_which_steps_were_given_up_before_it_came(cluster: Cl
     os.kill(keeper_pids("given-up")[victim], signal.SIGKILL)
     keepers.drop(victim)
     keepers.abandon(2)
-    ranks.close()
-    replace(keepers, victim, copies=4)
-    homes = [n.node_id for n in training_nodes()[:2] for _ in range(2)]
-    ranks = Ranks([keepers.addresses[h] for h in homes])
+    ranks = replace(keepers, victim, ranks, copies=4)
     for step in (3, 4):
         commit(keepers, ranks, step)
     assert_holds(keepers.newest(), 4)
