@@ -25,7 +25,7 @@ from raycp.training.storage import Storage
 from workers.exchange import WAIT_SECONDS, Exchange
 from workers.flush import flush_alone, verified_pieces
 from workers.processes import is_stopped, kill_process
-from workers.slots import Slot, SlotState
+from workers.slots import Pins, Slot, SlotState
 from workers.wire import KeeperAddress, Server, listen_tcp, listen_unix
 
 SETTLE_SECONDS = 30.0
@@ -111,7 +111,7 @@ class Keeper:
         self._changed = self._exchange.changed
         self._ranks: tuple[int, ...] | None = None
         self._manifests: list[Manifest] = []
-        self._pins: dict[tuple[int, str], Slot] = {}
+        self._pins = Pins(self._exchange.table)
         self._heard = time.monotonic()
         self._closed = threading.Event()
         # The name tells strangers nothing, and two keepers that follow each other do not meet.
@@ -145,7 +145,7 @@ class Keeper:
         with self._changed:
             if generation > self._exchange.generation:
                 self._ranks = None
-                self._unpin(list(self._pins))
+                self._pins.clear()
             self._exchange.fence(generation)
 
     def take_over(self, generation: int, *, ttl: float, checkpoints: str) -> None:
@@ -336,26 +336,31 @@ class Keeper:
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
-    def pin(self, step: int, files: Sequence[str], *, by: int) -> list[str]:
-        """Keeps these shards until `persist` has written them; returns those that are not held.
+    def pin(self, step: int, files: Sequence[str], *, order: str, by: int) -> list[str]:
+        """Keeps these shards until the `persist` of the same order has written them, whatever becomes of other orders
+        for the same ones; returns those that are not held. Nothing is held for an order that was unpinned.
 
         Raises:
             StaleGenerationError: a newer driver has this keeper.
         """
         self._hear(by)
-        missing = []
         with self._changed:
-            for file in files:
-                slot = self._exchange.table.find(step, file)
-                if slot is None and (step, file) not in self._pins:
-                    missing.append(file)
-                elif slot is not None and (step, file) not in self._pins:
-                    self._exchange.table.use(slot)
-                    self._pins[step, file] = slot
-        return missing
+            return self._pins.hold(order, step, files)
 
-    def persist(self, manifest: Manifest, folder: str, files: Sequence[str], *, commit: bool, by: int) -> None:
-        """Writes these shards to storage; durable when it returns. They are no longer pinned then.
+    def unpin(self, order: str, *, by: int) -> None:
+        """Gives up an order of `pin` that nobody will `persist`, also one that is still on its way.
+
+        Raises:
+            StaleGenerationError: a newer driver has this keeper.
+        """
+        self._hear(by)
+        with self._changed:
+            self._pins.end(order)
+
+    def persist(
+        self, manifest: Manifest, folder: str, files: Sequence[str], *, commit: bool, order: str, by: int
+    ) -> None:
+        """Writes these shards to storage; durable when it returns. This order does not pin them any more then.
 
         Args:
             manifest: names lengths and checksums, which are compared.
@@ -374,10 +379,10 @@ class Keeper:
         try:
             for shard in manifest.shards:
                 if shard.file in files:
-                    self._write(storage, manifest.step, shard)
+                    self._write(storage, manifest.step, shard, order)
         finally:
             with self._changed:
-                self._unpin([(manifest.step, file) for file in files])
+                self._pins.end(order)
         if commit:
             commit_if_whole(storage, manifest)
 
@@ -402,7 +407,7 @@ class Keeper:
         for server in self._servers:
             server.close()
         with self._changed:
-            self._unpin(list(self._pins))
+            self._pins.clear()
             self._exchange.close()
 
     def _hear(self, generation: int) -> None:
@@ -420,16 +425,10 @@ class Keeper:
             None,
         )
 
-    def _unpin(self, keys: Sequence[tuple[int, str]]) -> None:
-        for key in keys:
-            slot = self._pins.pop(key, None)
-            if slot is not None:
-                self._exchange.table.done(slot)
-
     @contextlib.contextmanager
-    def _image(self, step: int, shard: ShardRecord) -> Iterator[memoryview]:
+    def _image(self, step: int, shard: ShardRecord, order: str) -> Iterator[memoryview]:
         with self._changed:
-            slot = self._pins.get((step, shard.file)) or self._exchange.table.find(step, shard.file)
+            slot = self._pins.get(order, step, shard.file) or self._exchange.table.find(step, shard.file)
             if slot is None or slot.crc32 != shard.crc32 or slot.image.size != shard.bytes:
                 raise CheckpointError(
                     f"{shard.file} of step {step} is not held on node {self._address.node_id[:8]}",
@@ -442,8 +441,8 @@ class Keeper:
             with self._changed:
                 self._exchange.table.done(slot)
 
-    def _write(self, storage: Storage, step: int, shard: ShardRecord) -> None:
-        with self._image(step, shard) as view:
+    def _write(self, storage: Storage, step: int, shard: ShardRecord, order: str = "") -> None:
+        with self._image(step, shard, order) as view:
             storage.write(shard.file, verified_pieces(view, shard))
 
     # -- without a driver -------------------------------------------------------------------------------------------

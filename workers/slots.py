@@ -13,6 +13,7 @@ import fcntl
 import itertools
 import mmap
 import os
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -317,3 +318,47 @@ class SlotTable:
             for _, image in spares:
                 image.release()
         self._spare = {}
+
+
+class Pins:
+    """Slots that orders to write to storage hold, each order its own: the same step may be written twice at a time.
+
+    Args:
+        table: of the keeper, whose lock whoever calls this holds.
+    """
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._slots: dict[tuple[str, int, str], Slot] = {}
+        self._ended: deque[str] = deque(maxlen=16)
+
+    def hold(self, order: str, step: int, files: Sequence[str]) -> list[str]:
+        """Holds these shards until `end`; returns those that are not there: all, if the order has ended already."""
+        if order in self._ended:
+            return list(files)
+        missing = []
+        for file in files:
+            slot, held = self._table.find(step, file), (order, step, file) in self._slots
+            if slot is None and not held:
+                missing.append(file)
+            elif slot is not None and not held:
+                self._table.use(slot)
+                self._slots[order, step, file] = slot
+        return missing
+
+    def get(self, order: str, step: int, file: str) -> Slot | None:
+        """The slot that is held."""
+        return self._slots.get((order, step, file))
+
+    def end(self, order: str) -> None:
+        """Ends an order, also one that is still on its way."""
+        self._ended.append(order)
+        self._drop([key for key in self._slots if key[0] == order])
+
+    def clear(self) -> None:
+        """Holds nothing any more."""
+        self._drop(list(self._slots))
+
+    def _drop(self, keys: Sequence[tuple[str, int, str]]) -> None:
+        for key in keys:
+            self._table.done(self._slots.pop(key))

@@ -144,6 +144,24 @@ class Checkpoints:
 
     # -- beside the run ---------------------------------------------------------------------------------------------
 
+    @property
+    def writing(self) -> bool:
+        """Whether a write is in progress."""
+        return self._writing is not None
+
+    @property
+    def due(self) -> int | None:
+        """The step of which, or after which, a checkpoint is due that was not begun."""
+        return self._due
+
+    def settle(self, seconds: float, *, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Waits for the write in progress, `seconds` at most; `meanwhile` is called about five times a second."""
+        deadline = time.monotonic() + seconds
+        while self._writing is not None and time.monotonic() < deadline:
+            meanwhile()
+            if self._finished(self._writing, timeout=0.2):
+                self._writing = None
+
     def want(self, step: int) -> None:
         """A checkpoint of `step`, or of a later one, is due."""
         self._due = step if self._due is None else min(self._due, step)
@@ -199,8 +217,9 @@ class Checkpoints:
         folder, began = step_folder(self.root, manifest.step), time.monotonic()
         try:
             handle = writers.persist(manifest, folder.where)
-        except CheckpointError as error:  # its only holders were lost a moment ago
-            self._failed(manifest, folder, error)
+        except CheckpointError as error:  # its holders do not answer: nothing is wrong with the storage
+            self._tell_failed(manifest, folder, error)
+            self.want(manifest.step + 1)
             return False
         stall = time.monotonic() - began
         self._writing = _Writing(manifest=manifest, folder=folder, handle=handle, began=began, stall=stall)
@@ -245,16 +264,21 @@ class Checkpoints:
 
     def _failed(self, manifest: Manifest, folder: Storage, error: Exception) -> None:
         self._failures += 1
+        fix = self._tell_failed(manifest, folder, error)
+        if self._failures >= MAX_FAILURES:
+            raise ClusterError(
+                f"{self._failures} checkpoints in a row could not be written to {self.root.where}: {error}", fix=fix
+            ) from error
+
+    def _tell_failed(self, manifest: Manifest, folder: Storage, error: Exception) -> str:
+        """Returns what to do about it."""
         step, fix = manifest.step, storage_fix(error)
         self._events.write("checkpoint_failed", step=step, error=str(error), fix=fix, path=folder.where)
         self._say(
             f"the checkpoint of step {step} could not be written: {error}\n  fix: {fix or 'look at the storage'}; the "
             f"state is in memory, and the newest checkpoint is {self.newest or 'none yet'}"
         )
-        if self._failures >= MAX_FAILURES:
-            raise ClusterError(
-                f"{self._failures} checkpoints in a row could not be written to {self.root.where}: {error}", fix=fix
-            ) from error
+        return fix
 
     # -- by the ranks, or at the end --------------------------------------------------------------------------------
 

@@ -107,6 +107,11 @@ class Commits:
         return made
 
     @property
+    def expected(self) -> tuple[int, ...]:
+        """The steps whose copies are on their way."""
+        return tuple(self._expected)
+
+    @property
     def awaited(self) -> int | None:
         """The oldest step whose copy is on its way."""
         return min(self._expected, default=None)

@@ -5,11 +5,16 @@ Guarantees: functions of what the keepers report; nothing here asks anybody. Cos
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from raycp.training.manifest import Manifest, ShardRecord, ShardSum, coverage_problem, layout_sum, shard_file
 from workers.keeper import Inventory
 from workers.memory_reader import MemoryPoint
+from workers.messages import Probe
 from workers.wire import KeeperAddress
+
+SHARE_OF_HOST = 0.5
+"""Of the free memory of a node: what copies may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,26 +116,34 @@ def replica_homes(nodes_with_ranks: Sequence[str], nodes: Sequence[str]) -> dict
     return homes
 
 
+class Room(Enum):
+    """What a world's nodes have memory for."""
+
+    AMPLE = "ample"
+    """Copies of every step, also while a checkpoint is written."""
+    TIGHT = "tight"
+    """Copies, but none while a checkpoint is written: the interval between them grows by that time."""
+    NONE = "none"
+    """No copies: steps are saved by checkpoints only."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SnapshotBudget:
     """What snapshots cost a node.
 
     Attributes:
         image: bytes of one rank's image.
-        needed: bytes of all images that the node may hold at once.
+        needed: bytes of all images that the fullest node may hold at once, if copies are made of every step.
         available: bytes that it may use.
-        message: why they do not fit, with what follows from it; "" if they do.
+        room: what follows from it.
+        message: the same in words, where the room is not ample; else "".
     """
 
     image: int
     needed: int
     available: int
+    room: Room
     message: str
-
-    @property
-    def fits(self) -> bool:
-        """Whether snapshots can be kept in memory."""
-        return not self.message
 
 
 def snapshot_budget(state_bytes: int, ranks_on_node: int, world: int, nodes: int, available: int) -> SnapshotBudget:
@@ -148,12 +161,42 @@ def snapshot_budget(state_bytes: int, ranks_on_node: int, world: int, nodes: int
     """
     image = -(-state_bytes // world)
     images = 5 if nodes > 1 else 3
-    needed = images * ranks_on_node * image
-    message = ""
-    if needed > available:
-        message = (
-            f"copies of the state in memory need {needed / 2**30:.1f} GiB on a node with {ranks_on_node} rank(s) "
-            f"({images} x {image / 2**30:.2f} GiB for each), {available / 2**30:.1f} GiB are free: steps are saved by "
-            "checkpoints only, every elastic.checkpoint_every steps"
+    needed, least = (n * ranks_on_node * image for n in (images, images - 1))
+    room, follows = Room.AMPLE, ""
+    if needed > available >= least:
+        room, follows = (
+            Room.TIGHT,
+            f"there is room for {images - 1}, so no copy is made while a checkpoint is written, and the interval "
+            "between copies grows by that time; a fault meanwhile costs the steps since the last one",
         )
-    return SnapshotBudget(image=image, needed=needed, available=available, message=message)
+    elif needed > available:
+        room, follows = (
+            Room.NONE,
+            "steps are saved by checkpoints only, every elastic.checkpoint_every steps",
+        )
+    message = follows and (
+        f"copies of the state in memory need {needed / 2**30:.1f} GiB on a node with {ranks_on_node} rank(s) "
+        f"({images} x {image / 2**30:.2f} GiB for each), {available / 2**30:.1f} GiB are free: {follows}"
+    )
+    return SnapshotBudget(image=image, needed=needed, available=available, room=room, message=message)
+
+
+def budget_of(
+    takes: Mapping[str, int], probes: Sequence[Probe], state_bytes: int, held: Mapping[str, int]
+) -> SnapshotBudget:
+    """As `snapshot_budget`, for a world.
+
+    Args:
+        takes: {node id: ranks there}.
+        probes: of the workers. What a worker found free when it started counts, of each node the most: later ones find
+            the run itself there.
+        state_bytes: of the whole training state.
+        held: {node id: bytes} of copies that were there before: what comes takes their place.
+    """
+    free: dict[str, int] = {}
+    for probe in probes:
+        free[probe.node_id] = max(probe.host_memory, free.get(probe.node_id, 0))
+    taken = {node_id: ranks for node_id, ranks in takes.items() if ranks}
+    least = min(free[node_id] + held.get(node_id, 0) for node_id in taken)
+    ranks = taken.values()
+    return snapshot_budget(state_bytes, max(ranks), sum(ranks), len(taken), int(SHARE_OF_HOST * least))

@@ -7,17 +7,19 @@ lost is killed before its place is given away, and keepers refuse what comes of 
 groups, and the build and the copy of the model's shards.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline import Cursor, StepSchedule
 from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.commits import Commits
-from raycp.driver.copies import snapshot_budget
+from raycp.driver.copies import Room, budget_of
 from raycp.driver.keepers import KeeperLost
 from raycp.driver.membership import Member
+from raycp.driver.placement import share_out
 from raycp.driver.record import RunRecord
-from raycp.driver.recovery import Incident, Phase, Repeaters
+from raycp.driver.recovery import Incident, Phase, Repeaters, no_world
 from raycp.driver.runtime import KeepersLike, RanksLike, Runtime
 from raycp.driver.worlds import World, Worlds
 from raycp.errors import ClusterError, WorkerError
@@ -38,7 +40,6 @@ ANSWER_SECONDS = 2.0
 """How long a spare, or the keeper of a node whose ranks are lost, may take to answer before it counts as gone."""
 REPLACEMENTS = 5
 """How many keepers in a row may be lost while others are put in their places."""
-_SHARE_OF_HOST = 0.5
 
 
 class Source(NamedTuple):
@@ -98,6 +99,8 @@ class Formation:
         self._store: Any = None
         self._repeaters = Repeaters()
         self._judged: tuple[list[Probe], World | None] | None = None
+        self._state_bytes, self._held = 0, dict[str, int]()
+        self.room = Room.AMPLE
         self.memory: KeepersLike | None = None
 
     @property
@@ -122,22 +125,20 @@ class Formation:
         """
         dp, cp = self._worlds.limits.wanted
         self._fleet.staff(dp * cp, spares=self._elastic.spares, cp=cp, timeout=self._elastic.wait_for_capacity)
-        if self._fits_in_memory(state_bytes, dp * cp):
+        self._state_bytes, self._held = state_bytes, self._runtime.held()
+        probes = [w.probe for w in self._fleet.workers]
+        takes = share_out(Counter(p.node_id for p in probes), dp * cp, cp=cp)
+        assert takes is not None, "the fleet has them"
+        if self._weigh(takes) is not Room.NONE or self._held:
             self.memory = self._runtime.keepers(self._fleet.nodes, generation=self._record.generation)
 
-    def _fits_in_memory(self, state_bytes: int, world: int) -> bool:
-        probes = [w.probe for w in self._fleet.workers]
-        nodes = {p.node_id: sum(q.node_id == p.node_id for q in probes) for p in probes}
-        budget = snapshot_budget(
-            state_bytes,
-            max(nodes.values()),
-            world,
-            len(nodes),
-            int(_SHARE_OF_HOST * min(p.host_memory for p in probes)),
-        )
-        if not budget.fits:
+    def _weigh(self, takes: Mapping[str, int]) -> Room:
+        """What the nodes of a world have room for, told where it has changed."""
+        budget = budget_of(takes, [w.probe for w in self._fleet.workers], self._state_bytes, self._held)
+        if budget.room is not self.room and budget.message:
             self._say(budget.message)
-        return budget.fits
+        self.room = budget.room
+        return self.room
 
     def close(self, *, keepers: bool) -> None:
         """Ends every worker and, with `keepers`, what is held in memory."""
@@ -183,6 +184,8 @@ class Formation:
                 self._worlds.settle(self._record.remember("node_ranks", list(self._world.node_ranks)))
             if first:
                 self._started(self._world)
+            if self.memory is not None:
+                self._weigh(self._world.takes)
         with incident.phase(Phase.REBUILD, clock):
             if not first:
                 self._events.generation = self._record.raise_generation()
@@ -216,7 +219,9 @@ class Formation:
             if world is not None and world.grid.world_size >= least:
                 return world
             if elastic.on_loss == "shrink" or self._runtime.clock() >= deadline:
-                self._give_up(len(probes), incident, keeps=least if world is not None else 0)
+                raise no_world(
+                    len(probes), incident, self._worlds.limits, elastic, keeps=least if world is not None else 0
+                )
             if not told:
                 why = (
                     f"it keeps its {least} ranks (elastic.on_loss='wait')"
@@ -230,24 +235,6 @@ class Formation:
                 told = True
             self._fleet.recruit(self._worlds.limits.workers[1])
             self._runtime.sleep(0.2)
-
-    def _give_up(self, workers: int, incident: Incident, *, keeps: int) -> None:
-        """`keeps`: ranks that the run must not have fewer of, where only that forbids a smaller world; else 0."""
-        limits, elastic = self._worlds.limits, self._elastic
-        waited = "" if elastic.on_loss == "shrink" else f" after waiting {elastic.wait_for_capacity:.0f} s"
-        details: dict[str, Any] = {"rank": None, "node": "?", "cause": "no world fits these workers"}
-        details |= incident.error.details if incident.error is not None else {}
-        why = f"no world of them fits cp {limits.cp}, dp {limits.dp}, workers {limits.workers} and their memory"
-        fix = "add nodes, lower elastic.min_workers, give parallel.cp as a pair, or raise elastic.wait_for_capacity"
-        if keeps:
-            why = f"the run keeps its {keeps} ranks (elastic.on_loss='wait')"
-            fix = "add nodes and give the same command again, with a longer elastic.wait_for_capacity where they come "
-            fix += "late, or with elastic.on_loss='auto' to go on with fewer ranks"
-        raise WorkerError(
-            f"{workers} healthy workers are left{waited}, and {why}; what happened: {details['cause']}",
-            fix=fix,
-            **details | {"hopeless": True},
-        )
 
     def _appoint(self, world: World) -> None:
         """Workers become ranks, in the order of their nodes; those that were ranks before come first on each node."""

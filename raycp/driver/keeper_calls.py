@@ -6,6 +6,7 @@ wait longer than stated. Costs about a second to start a keeper (a process witho
 
 import contextlib
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,7 @@ def order_flush(
         CheckpointError: a shard is held by no keeper that answers.
         StaleGenerationError: a newer driver has the keepers.
     """
+    order = uuid.uuid4().hex  # the same step may be on its way already, ordered before a recovery
     left = {file: [n for n in nodes if n in handles] for file, nodes in homes.items()}
     chosen: dict[str, list[str]] = {}
     wanted = list(left)
@@ -102,23 +104,30 @@ def order_flush(
         asked: dict[str, list[str]] = {}
         for file in wanted:
             if not left[file]:
+                for node_id in chosen:
+                    on(handles[node_id], "unpin", CONTROL).remote(order, by=by)
                 raise CheckpointError(
                     f"{file} of step {manifest.step} is held by no keeper that answers",
                     fix="write a newer step, or continue from the newest checkpoint",
                 )
             asked.setdefault(left[file].pop(0), []).append(file)
-        calls = {n: on(handles[n], "pin", CONTROL).remote(manifest.step, files, by=by) for n, files in asked.items()}
+        calls = {
+            n: on(handles[n], "pin", CONTROL).remote(manifest.step, files, order=order, by=by)
+            for n, files in asked.items()
+        }
         wanted = []
         for node_id, answer in answers_of(calls, PIN_SECONDS).items():
             if isinstance(answer, StaleGenerationError):
                 raise answer
+            if isinstance(answer, BaseException) and not chosen.get(node_id):  # it may come to the order later
+                on(handles[node_id], "unpin", CONTROL).remote(order, by=by)
             missing = asked[node_id] if isinstance(answer, BaseException) else answer
             wanted += missing
             chosen.setdefault(node_id, []).extend(f for f in asked[node_id] if f not in missing)
     shared = ray.put(manifest)
     return Flush(
         {
-            on(handles[n], "persist", DISK).remote(shared, folder, files, commit=commit, by=by): n
+            on(handles[n], "persist", DISK).remote(shared, folder, files, commit=commit, order=order, by=by): n
             for n, files in chosen.items()
             if files
         }

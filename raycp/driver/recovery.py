@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from raycp.config import ElasticConfig
 from raycp.errors import WorkerError
+from raycp.plan.resize import WorldLimits
 
 MAX_STRIKES = 3
 """Failures in a row without a committed step between them, after which the run stops."""
@@ -117,6 +119,34 @@ class Strikes:
                 fix=error.fix,
                 **error.details,
             ) from error
+
+
+def no_world(
+    workers: int, incident: Incident, limits: WorldLimits, elastic: ElasticConfig, *, keeps: int
+) -> WorkerError:
+    """The error for a run that cannot go on with the workers that are left.
+
+    Args:
+        workers: how many are healthy.
+        incident: what happened.
+        limits: of the worlds that the run may have.
+        elastic: how long it waited, and for what.
+        keeps: ranks that the run must not have fewer of, where only that forbids a smaller world; else 0.
+    """
+    waited = "" if elastic.on_loss == "shrink" else f" after waiting {elastic.wait_for_capacity:.0f} s"
+    details: dict[str, Any] = {"rank": None, "node": "?", "cause": "no world fits these workers"}
+    details |= incident.error.details if incident.error is not None else {}
+    why = f"no world of them fits cp {limits.cp}, dp {limits.dp}, workers {limits.workers} and their memory"
+    fix = "add nodes, lower elastic.min_workers, give parallel.cp as a pair, or raise elastic.wait_for_capacity"
+    if keeps:
+        why = f"the run keeps its {keeps} ranks (elastic.on_loss='wait')"
+        fix = "add nodes and give the same command again, with a longer elastic.wait_for_capacity where they come "
+        fix += "late, or with elastic.on_loss='auto' to go on with fewer ranks"
+    return WorkerError(
+        f"{workers} healthy workers are left{waited}, and {why}; what happened: {details['cause']}",
+        fix=fix,
+        **details | {"hopeless": True},
+    )
 
 
 def human(incident: Incident, *, now: float, lost: int, redone: int, grid: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from data_pipeline import StepSchedule
 from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.commits import Commits
+from raycp.driver.copies import Room
 from raycp.driver.display import Display
 from raycp.driver.formation import PATIENCE, Formation
 from raycp.driver.keepers import CopyRefused, KeeperLost
@@ -89,16 +90,28 @@ class Saving:
             self._beats = _Beats(memory, every=every)
             self.commits = Commits(self._events, memory, manifest=self.manifest, may_commit=self._record.check_current)
 
+    @property
+    def _copies(self) -> bool:
+        """Whether steps are copied to the keepers at all."""
+        return self._formation.memory is not None and self._formation.room is not Room.NONE
+
+    def _writing(self) -> bool:
+        """Whether the keepers write a checkpoint, or will once a copy that is on its way has arrived."""
+        due, newest = self._checkpoints.due, self.commits.newest
+        there = -1 if newest is None else newest.step
+        return self._checkpoints.writing or (due is not None and due <= max(there, *self.commits.expected, -1))
+
     def wants_copy(self, step: int) -> bool:
         """Whether the state after `step` is copied to the keepers."""
         due = step % self._elastic.snapshot_every == 0 or self._is_saved(step) or step == self._spec.total_steps
-        return due and self._formation.memory is not None
+        return due and self._copies and not (self._formation.room is Room.TIGHT and self._writing())
 
     def after(self, step: int) -> None:
         """`step` was reported and is neither the last one nor one to stop at: a checkpoint of it may be due."""
         if not self._is_saved(step):
             return
-        if self._formation.memory is None or self.commits.committed < step - self._elastic.checkpoint_every:
+        late = self.commits.committed < step - self._elastic.checkpoint_every and not self._checkpoints.writing
+        if not self._copies or late:
             self.save_by_ranks(step)  # nothing is in memory, or copies fail again and again
         else:
             self._checkpoints.want(step)
@@ -129,8 +142,12 @@ class Saving:
 
     def let_go(self, lost: KeeperLost) -> None:
         """A keeper is lost, or stands still: nobody waits for it any more. `look_after` puts another in its place."""
-        if self._formation.memory is not None:
-            self._formation.memory.drop(lost.node_id)  # first: the others are waited for
+        memory = self._formation.memory
+        if memory is not None:
+            keeper = memory.addresses.get(lost.node_id)
+            if keeper is not None:  # the ranks first: Ray takes seconds to end a process that is stopped
+                self._formation.ranks.let_go(keeper)
+            memory.drop(lost.node_id)  # before the other keepers, which are waited for, hear of it
         self.commits.lost_copies()
         self._lost.append(lost)
 
@@ -199,7 +216,9 @@ class Saving:
                 raise AssertionError(f"step {step} was never reported")
             if self._lost:
                 self._replace()
-            if self.commits.committed < step and not self.commits.expects(step):
+            if self._formation.room is Room.TIGHT:
+                self._checkpoints.settle(PATIENCE * self._elastic.heartbeat_timeout, meanwhile=self._take)
+            if self._copies and self.commits.committed < step and not self.commits.expects(step):
                 self._formation.ranks.gather(  # it waits for the commit of the copy before
                     lambda m: m.actor.snapshot.remote(generation, step),
                     what=f"copy of step {step}",
@@ -246,7 +265,16 @@ class Saving:
         manifest = self.manifest(step, shards, self.commits.extra(step))
         self._checkpoints.commit(manifest, began=began, stall_seconds=self._clock() - began)
         self.commits.saved(step)
+        if self._formation.memory is not None and not self._copies:
+            self._give_back(self._formation.memory)
         self._display.phase("training")
+
+    def _give_back(self, memory: KeepersLike) -> None:
+        """What is held is of a world whose nodes had room for it, and older than the newest checkpoint."""
+        try:
+            memory.keep_only(None)
+        except KeeperLost as lost:
+            self.let_go(lost)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

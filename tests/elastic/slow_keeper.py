@@ -25,7 +25,7 @@ class SlowKeeper(Keeper):
             time.sleep(SLOW_SECONDS)
         return super().address()
 
-    def _write(self, storage: Storage, step: int, shard: ShardRecord) -> None:
+    def _write(self, storage: Storage, step: int, shard: ShardRecord, order: str = "") -> None:
         self._mark.touch()
         time.sleep(SLOW_SECONDS)
-        super()._write(storage, step, shard)
+        super()._write(storage, step, shard, order)

@@ -30,8 +30,8 @@ class VictimKeeper(Keeper):
 
         put(self._exchange, "_send", send)
 
-    def _write(self, storage: Storage, step: int, shard: ShardRecord) -> None:
-        with self._image(step, shard) as view:
+    def _write(self, storage: Storage, step: int, shard: ShardRecord, order: str = "") -> None:
+        with self._image(step, shard, order) as view:
             storage.write(shard.file, self._pieces(verified_pieces(view, shard)))
 
     def _pieces(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:

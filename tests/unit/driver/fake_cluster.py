@@ -187,6 +187,7 @@ class FakeCluster:
 
     Attributes:
         lag: looks of the driver for which a copy is on its way.
+        host_memory: bytes that a worker finds free.
     """
 
     address = "10.0.0.1"
@@ -206,6 +207,7 @@ class FakeCluster:
         self.late = dict(late or {})
         self.calls: list[str] = []
         self.lag = 0
+        self.host_memory = 1 << 40
         self.slow = slow
         self.fleet = self
         self.workers: list[FakeWorker] = []
@@ -266,7 +268,7 @@ class FakeCluster:
                     accelerators=(),
                     cpu_count=1,
                     memory=1 << 40,
-                    host_memory=1 << 40,
+                    host_memory=self.host_memory,
                 )
                 self.workers.append(FakeWorker(Process(self, node_id, self._pid), probe))
                 used, started = used + 1, started + 1
@@ -282,6 +284,9 @@ class FakeCluster:
 
     def open_store(self) -> Any:
         return SimpleNamespace(port=1)
+
+    def held(self) -> dict[str, int]:
+        return {} if self.memory is None else {n: 1000 * len(slots) for n, slots in self.memory.held.items() if slots}
 
     def keepers(self, nodes: Sequence[NodeInfo], *, generation: int) -> "FakeKeepers":
         if self.memory is None:
@@ -427,6 +432,12 @@ class FakeRanks:
                     raised[member.rank] = fault.kind
         return raised
 
+    def let_go(self, keeper: KeeperAddress) -> None:
+        for member in self.members:
+            process: Process = member.actor
+            if process.alive and not process.frozen and process.keeper == keeper:
+                process.copying, process.uncopied = None, "the writer was closed"
+
     def freeze(self, seconds: float) -> list[int]:
         return [m.rank for m in self.members if not m.actor.alive or m.actor.frozen]
 
@@ -441,10 +452,12 @@ Key = tuple[int, int, int]
 @dataclass(eq=False)
 class FakeKeepers:
     """Keepers with one replica on the next node. As the real ones: an image waits for the commit of the one before, a
-    frozen keeper answers nothing and frees nobody, one that is lost is told where it is asked.
+    frozen keeper answers nothing and frees nobody, not even when it is dropped (Ray takes seconds to end it), one that
+    is lost is told where it is asked.
 
     Attributes:
         frozen: {node: looks until its silence is noticed}.
+        ending: keepers that were dropped while they were frozen.
         full: so many of the next replicas are refused.
     """
 
@@ -464,6 +477,7 @@ class FakeKeepers:
     refused: set[Key] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)
     frozen: dict[str, int] = field(default_factory=dict)
+    ending: list[KeeperAddress] = field(default_factory=list)
     full: int = 0
     made: int = 0
     closed: bool = False
@@ -481,8 +495,9 @@ class FakeKeepers:
             self.add(node)
 
     def drop(self, node_id: str) -> None:
-        self.addresses.pop(node_id, None)
-        self.frozen.pop(node_id, None)
+        address = self.addresses.pop(node_id, None)
+        if self.frozen.pop(node_id, None) is not None and address is not None:
+            self.ending.append(address)
         self.held[node_id] = {}
         self.gone = [n for n in self.gone if n != node_id]
         self.settle()
@@ -520,6 +535,8 @@ class FakeKeepers:
             node_id = copy.process.node_id
             if copy.generation < self.generation or copy is not copy.process.copying:
                 self.copies.remove(copy)  # a zombie: refused
+            elif copy.keeper in self.ending:
+                continue
             elif node_id in self.gone or copy.keeper is None or copy.keeper != self.addresses.get(node_id):
                 copy.process.copying, copy.process.uncopied = None, "the keeper left"
                 self.copies.remove(copy)
@@ -642,7 +659,10 @@ class FakeKeepers:
         size = next(iter(records.values())).entries[0].shape[0]
         return tuple(records[r] for r in sorted(records)) if sorted(records) == list(range(size)) else None
 
-    def keep_only(self, point: MemoryPoint) -> None:
+    def keep_only(self, point: MemoryPoint | None) -> None:
+        if point is None:
+            self.held, self.committed = {n: {} for n in self.addresses}, (-1, -1)
+            return
         files = {s.file for s in point.manifest.shards}
         for node_id, slots in self.held.items():
             if node_id in self.addresses and not self.answers(node_id):

@@ -42,7 +42,14 @@ class Run:
     """One driver's run on a fake cluster."""
 
     def __init__(
-        self, folder: Path, cluster: FakeCluster, *, size: int = 4, cp: tuple[int, int] = (1, 4), **elastic: Any
+        self,
+        folder: Path,
+        cluster: FakeCluster,
+        *,
+        size: int = 4,
+        cp: tuple[int, int] = (1, 4),
+        state_bytes: int = 1,
+        **elastic: Any,
     ):
         settings = {"checkpoint_every": 3, "wait_for_capacity": 30.0} | elastic
         config = FitConfig(elastic=ElasticConfig(**settings))
@@ -85,7 +92,7 @@ class Run:
             events=self.events,
             checkpoints=self.checkpoints,
             secret=b"",
-            state_bytes=1,
+            state_bytes=state_bytes,
             display=display,
             stop=self.stop,
             started=self.started.append,

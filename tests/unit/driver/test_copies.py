@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from raycp.driver.copies import newest_point, replica_homes, snapshot_budget
+from raycp.driver.copies import Room, budget_of, newest_point, replica_homes, snapshot_budget
 from raycp.training.manifest import Manifest, ShardEntry, ShardRecord, shard_file
 from tests.snapshots import manifest_of
 from workers.keeper import HeldShard, Inventory
+from workers.messages import Probe
 from workers.wire import KeeperAddress
 
 A, B, C = (KeeperAddress(node_id=n, host="h", port=i, unix=n) for i, n in enumerate("abc"))
@@ -132,11 +133,33 @@ def test_replicas_go_to_the_next_node_with_ranks(with_ranks: str, nodes: str, ho
 def test_the_budget_counts_five_images_a_rank_on_several_nodes_and_three_on_one() -> None:
     gib = 2**30
     several = snapshot_budget(8 * gib, ranks_on_node=2, world=4, nodes=2, available=20 * gib)
-    assert (several.image, several.needed, several.fits) == (2 * gib, 20 * gib, True)
+    assert (several.image, several.needed, several.room, several.message) == (2 * gib, 20 * gib, Room.AMPLE, "")
     alone = snapshot_budget(8 * gib, ranks_on_node=4, world=4, nodes=1, available=24 * gib)
-    assert (alone.needed, alone.fits) == (24 * gib, True)
-    over = snapshot_budget(8 * gib, ranks_on_node=2, world=4, nodes=2, available=20 * gib - 1)
-    assert not over.fits
-    assert "need 20.0 GiB on a node with 2 rank(s) (5 x 2.00 GiB for each)" in over.message
-    assert "elastic.checkpoint_every" in over.message
+    assert (alone.needed, alone.room) == (24 * gib, Room.AMPLE)
     assert snapshot_budget(10, ranks_on_node=1, world=3, nodes=1, available=100).image == 4
+
+
+def test_over_the_budget_the_interval_grows_and_then_copies_are_left_out_and_both_say_why() -> None:
+    """Copies were left out wherever the fifth image did not fit."""
+    gib = 2**30
+    tight = snapshot_budget(8 * gib, ranks_on_node=2, world=4, nodes=2, available=20 * gib - 1)
+    assert tight.room is Room.TIGHT
+    assert "need 20.0 GiB on a node with 2 rank(s) (5 x 2.00 GiB for each)" in tight.message
+    assert "there is room for 4, so no copy is made while a checkpoint is written" in tight.message
+    assert snapshot_budget(8 * gib, ranks_on_node=2, world=4, nodes=2, available=16 * gib).room is Room.TIGHT
+    none = snapshot_budget(8 * gib, ranks_on_node=2, world=4, nodes=2, available=16 * gib - 1)
+    assert none.room is Room.NONE
+    assert "elastic.checkpoint_every" in none.message
+
+
+def test_memory_of_a_node_is_what_its_first_worker_found_and_what_was_copied_there_before() -> None:
+    """A driver that continued a run took the run's own copies for memory that others use, and left them."""
+    probes = [probe("a", 100), probe("a", 10), probe("b", 60)]  # the second worker of a came when the run had memory
+    takes, state = {"a": 1, "b": 1, "c": 0}, 2
+    assert budget_of(takes, probes, state, {}).available == 30
+    assert budget_of(takes, probes, state, {"b": 20}).available == 40
+    assert budget_of(takes, probes, state, {"b": 60}).available == 50
+
+
+def probe(node_id: str, free: int) -> Probe:
+    return Probe(node_id=node_id, address=node_id, pid=1, accelerators=(), cpu_count=1, memory=1, host_memory=free)

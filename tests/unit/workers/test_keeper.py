@@ -247,8 +247,8 @@ def test_everything_of_an_older_generation_is_refused(nodes: Nodes) -> None:
         lambda: a.beat(1),
         lambda: a.keep_only(1, 1, [], by=1),
         lambda: a.kill(os.getpid(), 0.0, by=1),
-        lambda: a.pin(1, [], by=1),
-        lambda: a.persist(manifest, "/nowhere", [], commit=True, by=1),
+        lambda: a.pin(1, [], order="o", by=1),
+        lambda: a.persist(manifest, "/nowhere", [], commit=True, order="o", by=1),
         lambda: a.close(by=1),
     ):
         with pytest.raises(StaleGenerationError, match="generation 1 was fenced off: generation 2"):
@@ -532,19 +532,41 @@ def test_a_step_is_written_beside_the_run_and_is_an_ordinary_checkpoint(nodes: N
     folder = step_folder(tmp_path / "checkpoints", 1)
     parts = {"a": [s.file for s in manifest.shards[:2]], "b": [s.file for s in manifest.shards[2:]]}
     for name, files in parts.items():
-        assert nodes[name].pin(1, files, by=1) == []
-    assert nodes["a"].pin(1, ["other"], by=1) == ["other"]
+        assert nodes[name].pin(1, files, order="o", by=1) == []
+    assert nodes["a"].pin(1, ["other"], order="o", by=1) == ["other"]
     for number in (2, 3, 4):  # the run goes on meanwhile
         step(nodes, ranks, number)
     for name, files in parts.items():
-        nodes[name].persist(manifest, str(folder), files, commit=True, by=1)
+        nodes[name].persist(manifest, str(folder), files, commit=True, order="o", by=1)
     assert verify(folder) == manifest
     assert newest(tmp_path / "checkpoints").manifest == manifest
     step(nodes, ranks, 5)
     state = sum(s.bytes for s in manifest.shards)
     assert [k.inventory().bytes for k in nodes.keepers.values()] == [2 * state] * 2  # the third images are gone
     with pytest.raises(CheckpointError, match="is not held on node a"):
-        nodes["a"].persist(manifest, str(folder), parts["a"], commit=False, by=1)
+        nodes["a"].persist(manifest, str(folder), parts["a"], commit=False, order="o", by=1)
+    ranks.close()
+
+
+def test_an_order_to_write_that_ends_leaves_what_another_one_for_the_same_step_has_pinned(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """After a recovery a checkpoint was ordered again while slow storage still wrote the first order, whose end gave the
+    images back: a checkpoint that failed.
+    """
+    ranks = nodes.assign("ab")
+    manifest = step(nodes, ranks, 1)
+    folder, files = str(step_folder(tmp_path, 1)), [manifest.shards[0].file]
+    for order in ("first", "second", "third"):
+        assert nodes["a"].pin(1, files, order=order, by=1) == []
+    nodes["a"].persist(manifest, folder, files, commit=False, order="first", by=1)
+    nodes["a"].unpin("third", by=1)
+    for number in (2, 3):  # the run goes on
+        step(nodes, ranks, number)
+    nodes["a"].persist(manifest, folder, files, commit=False, order="second", by=1)
+    state = sum(s.bytes for s in manifest.shards)
+    assert nodes["a"].inventory().bytes == 2 * state  # nothing is pinned any more
+    assert nodes["a"].pin(3, [files[0]], order="third", by=1) == files, "a late order holds nothing for ever"
     ranks.close()
 
 
@@ -554,7 +576,7 @@ def test_a_damaged_image_makes_no_file(nodes: Nodes, tmp_path: Path) -> None:
     file = manifest.shards[0].file
     flip(nodes["a"], 1, file)
     with pytest.raises(CheckpointError, match="was damaged in memory"):
-        nodes["a"].persist(manifest, str(tmp_path / "out"), [file], commit=True, by=1)
+        nodes["a"].persist(manifest, str(tmp_path / "out"), [file], commit=True, order="o", by=1)
     assert list((tmp_path / "out").iterdir()) == []
     ranks.close()
 
@@ -564,7 +586,7 @@ def test_storage_that_refuses_is_an_error_with_its_number(nodes: Nodes, tmp_path
     manifest = step(nodes, ranks, 1)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
-        nodes["a"].persist(manifest, str(tmp_path / "file"), [manifest.shards[0].file], commit=True, by=1)
+        nodes["a"].persist(manifest, str(tmp_path / "file"), [manifest.shards[0].file], commit=True, order="o", by=1)
     assert_holds(nodes.point(), 1)
     step(nodes, ranks, 2)
     ranks.close()
@@ -603,7 +625,7 @@ def test_a_driver_that_beats_keeps_them_and_storage_that_is_newer_stays(tmp_path
         nodes["a"].beat(1)
         time.sleep(0.1)
     assert nodes.ended == []
-    nodes["a"].persist(manifest, str(step_folder(tmp_path, 1)), [manifest.shards[0].file], commit=True, by=1)
+    nodes["a"].persist(manifest, str(step_folder(tmp_path, 1)), [manifest.shards[0].file], commit=True, order="o", by=1)
     written = (step_folder(tmp_path, 1) / manifest.shards[0].file).stat().st_mtime_ns
     assert eventually(lambda: nodes.ended == ["a"], 10)
     assert (step_folder(tmp_path, 1) / manifest.shards[0].file).stat().st_mtime_ns == written
