@@ -274,7 +274,7 @@ class Controller:
                 self._formation.grow()
             except KeeperLost as lost:
                 self._saving.let_go(lost)
-            if not last and self._formation.bigger() is not None:
+            if not last and self._saving.may_resize and self._formation.bigger() is not None:
                 self._saving.make_safe(step)
                 return step
         return total

@@ -106,6 +106,11 @@ class Saving:
         due = step % self._elastic.snapshot_every == 0 or self._is_saved(step) or step == self._spec.total_steps
         return due and self._copies and not (self._formation.room is Room.TIGHT and self._writing())
 
+    @property
+    def may_resize(self) -> bool:
+        """Whether `make_safe` would not wait for storage."""
+        return self._formation.room is not Room.TIGHT or not self._checkpoints.writing
+
     def after(self, step: int) -> None:
         """`step` was reported and is neither the last one nor one to stop at: a checkpoint of it may be due."""
         if not self._is_saved(step):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.copies import Room
 from raycp.driver.saving import Saving
 from raycp.training.manifest import Manifest
@@ -89,6 +90,30 @@ def test_a_rank_lost_while_no_copies_are_made_costs_the_steps_since_the_last_one
     (recovered,) = named(tmp_path, "recovered")
     assert (recovered["steps_lost"], recovered["source"]) == (0, "memory")
     assert recovered["steps_redone"] > 1
+
+
+def test_a_larger_world_is_formed_when_the_checkpoint_is_written_and_no_step_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks stood still for the write, ten times heartbeat_timeout at most."""
+    settled: list[bool] = []
+    monkeypatch.setattr(Checkpoints, "settle", lambda checkpoints, *_, **__: settled.append(checkpoints.writing))
+    cluster = tight([Fault("step 2", 0, "node", rank=3)], slow=3)
+
+    class Late(list[str]):
+        def append(self, what: str) -> None:
+            super().append(what)
+            if what == "step 3":
+                cluster.room["c"] = 2
+
+    cluster.calls = Late()
+    run = Run(tmp_path, cluster, state_bytes=STATE, checkpoint_every=2)
+    run()
+    check_complete(tmp_path, run)
+    (resized,) = named(tmp_path, "resized")
+    assert (resized["steps_lost"], resized["steps_redone"], resized["source"]) == (0, 0, "memory")
+    assert resized["step"] > 3, "it could have been after step 3"
+    assert settled[0] is False
 
 
 def test_a_world_too_small_for_copies_goes_on_with_checkpoints_and_a_larger_one_with_copies(tmp_path: Path) -> None:
