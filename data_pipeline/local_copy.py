@@ -7,9 +7,11 @@ older ones are removed. Cost: the store's bytes once per node; nothing where the
 """
 
 import fcntl
+import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from data_pipeline.store import DocumentStore, problem_with
@@ -30,16 +32,24 @@ _NETWORK = (
     "pvfs",
 )
 _KEPT = 4
+_PIECE = 1 << 24
 _SPARE = 1.5  # times its size that must be free
 
 
-def open_near(folder: Path | str, *, mode: str = "auto", cache: Path | str | None = None) -> DocumentStore:
+def open_near(
+    folder: Path | str,
+    *,
+    mode: str = "auto",
+    cache: Path | str | None = None,
+    on_piece: Callable[[], None] = lambda: None,
+) -> DocumentStore:
     """Opens a store for reading many times.
 
     Args:
         folder: where it is.
         mode: as `DataConfig.local_copy`.
         cache: where copies are kept; by default a folder of this user's below the system's one for temporary files.
+        on_piece: called whenever a piece of a file was copied.
 
     Raises:
         DataError: the folder is no whole store.
@@ -58,13 +68,21 @@ def open_near(folder: Path | str, *, mode: str = "auto", cache: Path | str | Non
             aside = root / f".{place.name}.{os.getpid()}"
             for old in (place, *root.glob(f".{place.name}.*")):
                 shutil.rmtree(old, ignore_errors=True)
-            shutil.copytree(store.folder, aside, copy_function=shutil.copyfile)
+            shutil.copytree(store.folder, aside, copy_function=functools.partial(_copy, on_piece))
             aside.rename(place)
         os.utime(place)
         copies = sorted((p for p in root.iterdir() if p.is_dir() and p != place), key=lambda p: p.stat().st_mtime)
         for old in copies[: max(0, len(copies) - _KEPT + 1)]:
             shutil.rmtree(old, ignore_errors=True)  # a process that has it mapped keeps its bytes
     return DocumentStore.open(place)
+
+
+def _copy(on_piece: Callable[[], None], source: str, target: str) -> str:
+    with Path(source).open("rb") as read, Path(target).open("wb") as write:
+        while piece := read.read(_PIECE):
+            write.write(piece)
+            on_piece()
+    return target
 
 
 def on_network(folder: Path, mounts: str = "/proc/mounts") -> bool:

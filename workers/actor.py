@@ -16,30 +16,19 @@ import gc
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 import ray
 import torch
-import torch.distributed as dist
 
 from data_pipeline import PackLoader
 from data_pipeline.local_copy import open_near
 from raycp.attention import register_attention
-from raycp.errors import (
-    CheckpointError,
-    ClusterError,
-    ConfigError,
-    DataError,
-    DeviceError,
-    ModelError,
-    RaycpError,
-    StaleGenerationError,
-    WorkerError,
-)
+from raycp.errors import CheckpointError, ClusterError, DeviceError, RaycpError, StaleGenerationError
 from raycp.plan import RankGrid
 from raycp.training.accelerator import Accelerator
 from raycp.training.checkpoint import CheckpointReader, ShardRecord, verify, write_shard
@@ -50,14 +39,16 @@ from raycp.training.model import build_trainee
 from raycp.training.optim import build_optimizer
 from raycp.training.state import export_state, import_state
 from raycp.training.vendor import largest_messages
+from workers import progress as phases
 from workers.batch import Batcher
+from workers.failure import failure_of
 from workers.memory_reader import MemoryPoint, MemoryReader
 from workers.messages import EvalReport, Probe, Rendezvous, RunSpec, StepReport, StepRequest, StoreSpec
 from workers.process_groups import ProcessGroups
 from workers.progress import Progress
 from workers.snapshot import SnapshotWriter
-from workers.step import NonFiniteError, TrainState, run_evaluation, run_step
-from workers.storage import shared_folder_problems, storage_fix
+from workers.step import TrainState, run_evaluation, run_step
+from workers.storage import shared_folder_problems
 from workers.wire import KeeperAddress
 
 _R = TypeVar("_R")
@@ -66,8 +57,6 @@ _LAST_COPY_SECONDS = 0.5
 """How long a rank that joins other groups lets the copy of its last step run on: if it ends, no step is redone."""
 _STUCK_COPY_SECONDS = 2.0
 """How long after an abort a step may go on waiting for its copy to be granted a slot."""
-_FATAL = (NonFiniteError, ConfigError, DataError, ModelError, CheckpointError)
-"""Errors that come again when the same step is computed again."""
 
 
 class TrainWorker:
@@ -158,20 +147,26 @@ class TrainWorker:
             device = self._spec.device
             address = ray.util.get_node_ip_address()
             messages = self._largest_messages(rendezvous.grid) if device.is_accelerator else {}
+            self._progress.move()
             self._detach()
-            if self._groups is None:
+            self._progress.move()
+            meet = partial(self._progress.enter, phases.MEET)
+            before, make = self._groups, ProcessGroups.create
+            if before is None:
                 free = self._accelerator().memory()[1]
-                self._groups = ProcessGroups.create(rendezvous, device=device, address=address, messages=messages)
             else:
                 self._state = self._train = self._eval = None
-                free = self._readmit(self._accelerator())
-                self._groups = self._groups.rebuild(rendezvous, device=device, address=address, messages=messages)
+                free, make = self._readmit(self._accelerator()), before.rebuild
+            self._progress.move()
+            self._groups = make(rendezvous, device=device, address=address, messages=messages, on_step=meet)
+            meet()
             self._groups.warm()
+            self._progress.enter(phases.JOIN)
             if rendezvous.keeper is not None:
                 self._attach(rendezvous.keeper, rendezvous.secret)
             return free
 
-        return self._guard(rendezvous.generation, body, rank=rendezvous.rank)
+        return self._guard(phases.JOIN, rendezvous.generation, body, rank=rendezvous.rank)
 
     def attach(self, generation: int, keeper: KeeperAddress, secret: bytes) -> None:
         """Sends snapshots to another keeper from now on (the one before was lost). Not while a step runs."""
@@ -181,7 +176,7 @@ class TrainWorker:
             self._detach()
             self._attach(keeper, secret)
 
-        self._guard(generation, body)
+        self._guard(phases.ATTACH, generation, body)
 
     def _attach(self, keeper: KeeperAddress, secret: bytes) -> None:
         at = self._require(self._groups).rendezvous
@@ -203,8 +198,10 @@ class TrainWorker:
         """
 
         def body() -> None:
-            groups, spec = self._require_groups(generation), self._spec
+            groups, spec, progress = self._require_groups(generation), self._spec, self._progress
             register_attention()
+            if initialise and spec.model.kind == "gguf":
+                progress.enter(phases.WHOLE)
             trainee = build_trainee(
                 spec.model,
                 mesh=groups.mesh,
@@ -215,29 +212,33 @@ class TrainWorker:
                 loss_chunk=spec.config.loss_chunk,
                 seed=spec.config.seed,
                 initialise=initialise,
+                on_piece=progress.move,
             )
+            progress.enter(phases.BUILD)
             self._state = TrainState(
                 trainee=trainee,
                 optimizer=build_optimizer(trainee, spec.config.optim),
                 rank=groups.rendezvous.rank,
             )
+            progress.move()
             self._train = self._open(spec.train, groups, trainee.layers, keep=recompute)
             self._eval = None
             if spec.evaluation is not None:
                 self._eval = self._open(spec.evaluation, groups, trainee.layers, keep=False)
+            progress.enter(phases.MEET)
             groups.warm()  # a model whose state is replicated has groups of its own
 
-        self._guard(generation, body)
+        self._guard(phases.BUILD, generation, body)
 
     def restore(self, generation: int, checkpoint: str) -> None:
         """Fills parameters and optimizer from a committed checkpoint of any world size."""
 
         def body() -> None:
             state = self._require_state(generation)
-            reader = CheckpointReader(checkpoint)
+            reader = CheckpointReader(checkpoint, on_piece=self._progress.move)
             import_state(state.trainee, state.optimizer, reader.read)
 
-        self._guard(generation, body)
+        self._guard(phases.RESTORE, generation, body)
 
     def restore_memory(self, generation: int, point: MemoryPoint, secret: bytes) -> None:
         """Fills parameters and optimizer from the keepers' memory, whatever world the state is of."""
@@ -245,7 +246,14 @@ class TrainWorker:
         def body() -> None:
             state = self._require_state(generation)
             near = ray.get_runtime_context().get_node_id()
-            reader = MemoryReader(point.manifest, point.holders, secret=secret, near=near)
+            reader = MemoryReader(
+                point.manifest,
+                point.holders,
+                secret=secret,
+                near=near,
+                on_wait=partial(self._progress.enter, phases.KEEPER),
+                on_piece=partial(self._progress.enter, phases.RECALL),
+            )
             try:
                 import_state(state.trainee, state.optimizer, reader.read)
             except CheckpointError as error:  # a keeper was lost meanwhile: another attempt may find what is missing
@@ -253,13 +261,14 @@ class TrainWorker:
             finally:
                 reader.close()
 
-        self._guard(generation, body)
+        self._guard(phases.RECALL, generation, body)
 
     def _open(
         self, store_spec: StoreSpec, groups: ProcessGroups, layers: AttentionLayers, *, keep: bool
     ) -> tuple[PackLoader, Batcher]:
         config = self._spec.config
-        store = open_near(Path(store_spec.folder), mode=config.data.local_copy)
+        store = open_near(Path(store_spec.folder), mode=config.data.local_copy, on_piece=self._progress.move)
+        self._progress.move()
         if store.fingerprint != store_spec.fingerprint:
             raise CheckpointError(
                 f"the data in {store_spec.folder} is {store.fingerprint[:16]} here and "
@@ -342,7 +351,7 @@ class TrainWorker:
                 return dataclasses.replace(report, copy_problem=snapshots.problem or "")
             return report
 
-        return self._guard(request.generation, body, step=request.step)
+        return self._guard(phases.STEP, request.generation, body, step=request.step)
 
     def evaluate(self, generation: int, step: int) -> EvalReport:
         """Evaluates all packs of the held-out data. Collective."""
@@ -354,17 +363,18 @@ class TrainWorker:
                 state, pack_ids, generation=generation, batcher=batcher, loader=loader, progress=self._progress
             )
 
-        return self._guard(generation, body, step=step)
+        return self._guard(phases.EVAL, generation, body, step=step)
 
     def snapshot(self, generation: int, step: int) -> None:
         """Copies the state to the keeper between two steps, and waits for the copy."""
 
         def body() -> None:
             state, snapshots = self._require_state(generation), self._require(self._snapshots)
+            self._progress.enter(phases.COPY)
             snapshots.begin(step, export_state(state.trainee, state.optimizer))
             snapshots.wait()
 
-        self._guard(generation, body, step=step)
+        self._guard(phases.SNAPSHOT, generation, body, step=step)
 
     def save(self, generation: int, step: int, folder: str) -> ShardRecord:
         """Writes this rank's share of a checkpoint; the driver commits it with the manifest."""
@@ -372,9 +382,9 @@ class TrainWorker:
         def body() -> ShardRecord:
             state = self._require_state(generation)
             spans = export_state(state.trainee, state.optimizer)
-            return write_shard(folder, state.rank, spans, generation=generation)
+            return write_shard(folder, state.rank, spans, generation=generation, on_piece=self._progress.move)
 
-        return self._guard(generation, body, step=step)
+        return self._guard(phases.SAVE, generation, body, step=step)
 
     def export(self, generation: int, checkpoint: str, out: str) -> str:
         """Writes a Hugging Face folder from a committed checkpoint. Only one rank is asked to."""
@@ -382,11 +392,12 @@ class TrainWorker:
         def body() -> str:
             self._require_state(generation)
             spec = self._spec
-            verify(checkpoint)  # what is exported is what was committed
-            export_hf(CheckpointReader(checkpoint), spec.model, spec.tokenizer_folder, Path(out), spec.dtype)
+            verify(checkpoint, on_piece=self._progress.move)  # what is exported is what was committed
+            reader = CheckpointReader(checkpoint, on_piece=self._progress.move)
+            export_hf(reader, spec.model, spec.tokenizer_folder, Path(out), spec.dtype)
             return out
 
-        return self._guard(generation, body)
+        return self._guard(phases.EXPORT, generation, body)
 
     # -- control: answered while a step runs ------------------------------------------------------------------------
 
@@ -398,6 +409,20 @@ class TrainWorker:
         if self._snapshots is not None:  # a step that waits for a slot that nobody will free any more
             threading.Timer(_STUCK_COPY_SECONDS, self._snapshots.close).start()
         return groups.abort()
+
+    def let_go(self, generation: int, keeper: KeeperAddress) -> bool:
+        """Waits no more for a keeper that is lost or stands still; the report of the step names it as `copy_problem`.
+
+        Returns:
+            False: the order is of another generation, or copies go to another keeper by now: nothing was done.
+        """
+        groups, snapshots = self._groups, self._snapshots
+        if groups is None or groups.rendezvous.generation != generation or snapshots is None:
+            return False
+        if snapshots.address != keeper:
+            return False
+        snapshots.close()
+        return True
 
     def progress(self) -> dict[str, float | int | str]:
         """Counters of the running call."""
@@ -426,10 +451,12 @@ class TrainWorker:
         return value
 
     def _guard(
-        self, generation: int, body: Callable[[], _R], *, rank: int | None = None, step: int | None = None
+        self, call: str, generation: int, body: Callable[[], _R], *, rank: int | None = None, step: int | None = None
     ) -> _R:
+        """Runs the body of a call: `call` is its name in `Progress`."""
         try:
-            return body()
+            with self._progress.during(call):
+                return body()
         except StaleGenerationError:
             raise
         except Exception as error:
@@ -437,24 +464,7 @@ class TrainWorker:
             self.abort(generation)
             groups = self._groups
             known = rank if groups is None else groups.rendezvous.rank
-            node = ray.util.get_node_ip_address()
-            cause = f"{type(error).__name__}: {error.message if isinstance(error, RaycpError) else error}"
-            raise WorkerError(
-                f"rank {known} on {node}: {cause}",
-                fix=error.fix if isinstance(error, RaycpError) else storage_fix(error),
-                rank=known,
-                node=node,
-                node_id=ray.get_runtime_context().get_node_id(),
-                cause=cause,
-                step=step,
-                generation=generation,
-                time=happened,
-                communication=_is_communication(error),
-                fatal=isinstance(error, _FATAL),
-                damaged=isinstance(error, CheckpointError),
-                unfit=isinstance(error, DeviceError),
-                traceback=traceback.format_exc(),
-            ) from None
+            raise failure_of(error, rank=known, step=step, generation=generation, happened=happened) from None
 
 
 def _nothing_to_wait_for() -> float:
@@ -471,16 +481,3 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="raycp-parent", daemon=True).start()
-
-
-def _is_communication(error: BaseException) -> bool:
-    """Whether the error is a broken connection to a peer: most likely a consequence of a failure elsewhere.
-
-    Attention's communicators raise `WorkerError` for exactly that; FSDP2's collectives raise what torch raises.
-    """
-    if isinstance(error, WorkerError | dist.DistBackendError | dist.DistNetworkError | ConnectionError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("gloo", "connection closed", "connection reset", "broken pipe", "nccl", "hccl")
-    )

@@ -7,7 +7,7 @@ a Unix socket from the own node and TCP from another, and one round trip for eac
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raycp.errors import CheckpointError, ClusterError, StaleGenerationError
@@ -40,15 +40,25 @@ class MemoryReader(RowReader):
         holders: by shard file: the keepers that have it.
         secret: of the run.
         near: own node id: its keeper is asked first, over a Unix socket.
+        on_wait: called whenever a keeper is waited for from now on.
+        on_piece: called whenever bytes have come.
 
     Raises (`read`):
         CheckpointError: no such tensor or rows, or no holder could give them.
     """
 
     def __init__(
-        self, manifest: Manifest, holders: Mapping[str, Sequence[KeeperAddress]], *, secret: bytes, near: str
+        self,
+        manifest: Manifest,
+        holders: Mapping[str, Sequence[KeeperAddress]],
+        *,
+        secret: bytes,
+        near: str,
+        on_wait: Callable[[], None] = lambda: None,
+        on_piece: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(manifest, self._from_keepers, title=f"step {manifest.step} in memory")
+        super().__init__(manifest, self._from_keepers, title=f"step {manifest.step} in memory", on_piece=on_piece)
+        self._on_wait = on_wait
         self._holders = {
             file: sorted(addresses, key=lambda a: a.node_id != near) for file, addresses in holders.items()
         }
@@ -82,6 +92,7 @@ class MemoryReader(RowReader):
         )
 
     def _ask(self, address: KeeperAddress, shard: ShardRecord, start: int, stop: int) -> bytearray:
+        self._on_wait()
         connection = self._connections.get(address)
         if connection is None:
             near = address.node_id == self._near
@@ -95,5 +106,5 @@ class MemoryReader(RowReader):
             timeout=READ_SECONDS,
         )
         data = bytearray(int(answer["bytes"]))
-        connection.receive_into(memoryview(data))
+        connection.receive_into(memoryview(data), lambda piece: self._on_piece())
         return data

@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -68,7 +68,13 @@ class ProcessGroups:
 
     @classmethod
     def create(
-        cls, rendezvous: Rendezvous, *, device: DeviceSpec, address: str, messages: Mapping[str, int] | None = None
+        cls,
+        rendezvous: Rendezvous,
+        *,
+        device: DeviceSpec,
+        address: str,
+        messages: Mapping[str, int] | None = None,
+        on_step: Callable[[], None] = lambda: None,
     ) -> "ProcessGroups":
         """Joins the groups of `rendezvous.generation`. Collective: every rank of the grid calls it.
 
@@ -78,6 +84,8 @@ class ProcessGroups:
             address: this node's address in the cluster; gloo listens on the interface that holds it, and no other
                 (unless GLOO_SOCKET_IFNAME names another one).
             messages: bytes of the largest message of each kind of group, for buffers of HCCL.
+            on_step: called when the store is reached, from where on ranks wait for each other, and for each kind of
+                group that is made.
 
         Raises:
             WorkerError: the store or a peer did not answer in time.
@@ -95,6 +103,7 @@ class ProcessGroups:
                 timeout=min(timeout, timedelta(seconds=STORE_TIMEOUT)),
             )
             store.set_timeout(timeout)
+            on_step()
             dist.init_process_group(
                 device.backend,
                 pg_options=group_options(device.backend),
@@ -103,6 +112,7 @@ class ProcessGroups:
                 world_size=rendezvous.grid.world_size,
                 timeout=timeout,
             )
+            on_step()
             mesh = build_mesh(rendezvous.grid.world_size, device.name)
             attention = build_groups(
                 rendezvous.grid,
@@ -110,6 +120,7 @@ class ProcessGroups:
                 timeout=timeout,
                 options=lambda kind: group_options(device.backend, message_bytes=(messages or {}).get(kind, 0)),
             )
+            on_step()
         except (RuntimeError, dist.DistError) as error:
             _forget_attempt()
             raise WorkerError(  # most likely a consequence of a failure elsewhere
@@ -177,9 +188,16 @@ class ProcessGroups:
             dist.destroy_process_group()
 
     def rebuild(
-        self, rendezvous: Rendezvous, *, device: DeviceSpec, address: str, messages: Mapping[str, int] | None = None
+        self,
+        rendezvous: Rendezvous,
+        *,
+        device: DeviceSpec,
+        address: str,
+        messages: Mapping[str, int] | None = None,
+        on_step: Callable[[], None] = lambda: None,
     ) -> "ProcessGroups":
-        """Aborts and destroys these groups, then joins those of a newer generation, in the same process.
+        """Aborts and destroys these groups, then joins those of a newer generation, in the same process; arguments as
+        those of `create`.
 
         Raises:
             ClusterError: `rendezvous.generation` is not newer.
@@ -191,7 +209,7 @@ class ProcessGroups:
             )
         self.abort()
         self.destroy()
-        return ProcessGroups.create(rendezvous, device=device, address=address, messages=messages)
+        return ProcessGroups.create(rendezvous, device=device, address=address, messages=messages, on_step=on_step)
 
     @property
     def attention(self) -> Groups:

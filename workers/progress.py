@@ -1,23 +1,47 @@
-"""Counters that move from inside the step, read by the driver while a step runs.
+"""Counters that move from inside the calls of a rank, read by the driver while a call runs.
 
-Guarantees: a reader sees how far the rank's own compute has come (step, micro-batch, steps of the ring inside
-attention); only work moves the counters, never an idle thread, so a rank whose counters stop is stuck or waiting. Costs
-two integer stores per step of a ring; no lock is needed, since one thread writes.
+Guarantees: a reader sees in which call a rank is, in which part of it, and when its own work last moved on: a step of
+the ring inside attention, a tensor that was read, made or written, a piece of a file. Only work moves the counters,
+never an idle thread, so a rank whose counters stop is stuck, or waits and says for whom (`MEET`, `COPY`, `KEEPER`).
+Costs two integer stores per step of a ring; no lock is needed: one thread writes, or several write the time.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+IDLE = "idle"
+"""No call runs."""
+JOIN, BUILD, RESTORE, RECALL = "join", "build", "restore", "restore from memory"
+ATTACH, STEP, EVAL, SNAPSHOT, SAVE, EXPORT = "attach", "step", "eval", "snapshot", "save", "export"
+ALONE = frozenset({RESTORE, RECALL, ATTACH, SNAPSHOT, SAVE, EXPORT})
+"""Calls in which no rank waits for another one: each is measured by itself."""
 COPY = "copy"
-"""Phase of a rank that waits for the copy of its state: for the network and other nodes, and not stuck itself."""
+"""Part of a call that waits until the copy of the state is made, which may wait for the network and other nodes."""
+MEET = "meet"
+"""Part of a call that waits for the other ranks."""
+KEEPER = "keeper"
+"""Part of a call that waits for a keeper's answer."""
+WHOLE = "whole"
+"""Part of a call in which a library reads a whole model without a sign of progress."""
+_UNMEASURED = frozenset({COPY, MEET, KEEPER, WHOLE})
 
 
 @dataclass(slots=True)
 class Progress:
     """Progress of one rank.
 
-    `ring_steps` counts since the start of the process, `ring_steps_done` since the start of the optimizer step;
-    `longest` is the longest time between two movements so far (seconds), which tells a slow rank from a stuck one.
+    Attributes:
+        step, micro_batch, micro_batches: where the step or evaluation is.
+        ring_steps: since the start of the process; `ring_steps_done` since the start of the step.
+        call: what runs, or `IDLE`.
+        phase: the part of it that runs.
+        done: how often each call was completed by this process.
+        longest: by call: the longest time between two movements so far, waits left out (seconds), which tells a slow
+            rank from a stuck one.
+        moved: when a counter last moved (`time.monotonic`).
+        began: when `call` began.
     """
 
     step: int = 0
@@ -25,51 +49,70 @@ class Progress:
     micro_batches: int = 0
     ring_steps: int = 0
     ring_steps_done: int = 0
-    phase: str = "idle"
-    phases_done: int = 0
-    longest: float = 0.0
+    call: str = IDLE
+    phase: str = IDLE
+    done: dict[str, int] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)
     moved: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)
 
-    def begin(self, phase: str, step: int, micro_batches: int) -> None:
-        self.phase, self.step, self.micro_batches = phase, step, micro_batches
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """Everything inside is part of `call`, which counts as done if it does not raise."""
+        self.micro_batch = self.micro_batches = self.ring_steps_done = 0
+        self.moved = self.began = time.monotonic()
+        self.call = self.phase = call
+        try:
+            yield
+            self.move()
+            self.done[call] = self.done.get(call, 0) + 1
+        finally:
+            self.moved = self.began = time.monotonic()
+            self.call = self.phase = IDLE
+
+    def begin(self, step: int, micro_batches: int) -> None:
+        """The step, or the evaluation, that runs has so many micro-batches."""
+        self.step, self.micro_batches = step, micro_batches
         self.micro_batch = self.ring_steps_done = 0
-        self.moved = time.monotonic()
+        self.move()
 
     def enter(self, phase: str) -> None:
-        """Another part of the same step begins."""
+        """Another part of the same call begins."""
+        self.move()
         self.phase = phase
-        self._move()
 
     def next_micro_batch(self) -> None:
         self.micro_batch += 1
-        self._move()
+        self.move()
 
     def ring_step(self, *_: object) -> None:
         """One step of one layer's attention was computed (forward, recomputation or backward)."""
         self.ring_steps += 1
         self.ring_steps_done += 1
-        self._move()
+        self.move()
 
-    def end(self) -> None:
-        self._move()
-        self.phase = "idle"
-        self.phases_done += 1
-
-    def _move(self) -> None:
+    def move(self, *_: object) -> None:
+        """A piece of the work is done."""
         now = time.monotonic()
-        self.longest = max(self.longest, now - self.moved)
+        if self.phase not in _UNMEASURED:
+            self.longest[self.call] = max(self.longest.get(self.call, 0.0), now - self.moved)
         self.moved = now
 
     def snapshot(self) -> dict[str, float | int | str]:
-        """Plain values, for the driver. `idle_seconds`: since a counter moved."""
+        """Plain values, for the driver. `idle_seconds`: since a counter moved; `call_seconds`: since the call began;
+        `calls_done` and `longest`: of this call.
+        """
+        now, call = time.monotonic(), self.call
         return {
             "step": self.step,
             "micro_batch": self.micro_batch,
             "micro_batches": self.micro_batches,
             "ring_steps": self.ring_steps,
             "ring_steps_done": self.ring_steps_done,
+            "call": call,
             "phase": self.phase,
-            "phases_done": self.phases_done,
-            "longest": self.longest,
-            "idle_seconds": time.monotonic() - self.moved,
+            "calls_done": self.done.get(call, 0),
+            "longest": self.longest.get(call, 0.0),
+            "idle_seconds": now - self.moved,
+            "call_seconds": now - self.began,
         }

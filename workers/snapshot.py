@@ -28,7 +28,7 @@ class SnapshotWriter:
     """Sends the snapshots of one rank of one generation to the node's keeper.
 
     Args:
-        address: of the keeper on this node.
+        address: of the keeper on this node; kept as an attribute.
         secret: of the run.
         generation: of this rank's process groups; a keeper of a newer one refuses.
         rank: world rank.
@@ -41,7 +41,7 @@ class SnapshotWriter:
     def __init__(self, address: KeeperAddress, *, secret: bytes, generation: int, rank: int) -> None:
         self.problem: str | None = None
         self.bytes = 0
-        self._address, self._secret = address, secret
+        self.address, self._secret = address, secret
         self._generation, self._rank = generation, rank
         self._connection: Connection | None = None
         self._images: dict[int, mmap.mmap] = {}
@@ -96,7 +96,7 @@ class SnapshotWriter:
                     self._copy(*work)
                 except (OSError, RaycpError) as error:
                     text = error.message if isinstance(error, RaycpError) else f"{type(error).__name__}: {error}"
-                    self.problem = f"the keeper of node {self._address.node_id[:8]}: {text}"
+                    self.problem = f"the keeper of node {self.address.node_id[:8]}: {text}"
                 except Exception as error:
                     self.problem = f"the copy failed: {type(error).__name__}: {error}"
                     raise  # a bug: shown by the thread's excepthook, told by `problem`
@@ -158,7 +158,7 @@ class SnapshotWriter:
     def _connected(self) -> Connection:
         connection = self._connection
         if connection is None:
-            connection = connect_unix(self._address.unix, self._secret)
+            connection = connect_unix(self.address.unix, self._secret)
             with self._changed:
                 self._connection = connection
                 if self._closed:

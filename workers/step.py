@@ -59,7 +59,7 @@ def run_step(
     assigned = batcher.assigned(request.pack_ids)
     weight = loader.step_weight(request.pack_ids)
     scale = 1.0 / weight if weight > 0 else 0.0
-    progress.begin("step", request.step, len(assigned))
+    progress.begin(request.step, len(assigned))
     state.trainee.train()
     state.optimizer.zero_grad(set_to_none=True)
     loss_sum, held = 0.0, 0
@@ -93,7 +93,7 @@ def run_step(
     stalled = before_update()
     progress.enter("update")
     state.optimizer.step()
-    progress.end()
+    progress.move()
     return StepReport(
         generation=request.generation,
         step=request.step,
@@ -124,7 +124,7 @@ def run_evaluation(
     """The loss sum of this rank over `pack_ids`, parameters untouched. Collective."""
     assigned = batcher.assigned(pack_ids)
     weight = loader.step_weight(pack_ids)
-    progress.begin("eval", 0, len(assigned))
+    progress.begin(0, len(assigned))
     state.trainee.eval()
     loss_sum = 0.0
     for batch in batcher.micro_batches(assigned):
@@ -132,7 +132,6 @@ def run_evaluation(
         loss_sum += float(
             state.trainee(batch.ids, batch.position_ids, batch.targets, batch.weights, batch.carrier, 1.0)
         )
-    progress.end()
     return EvalReport(
         generation=generation,
         rank=state.rank,

@@ -14,6 +14,8 @@ from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
+from workers.progress import EVAL, STEP
+
 
 class Display:
     """The run's bar. Use as a context manager.
@@ -72,7 +74,7 @@ class Display:
     def inside(self, progress: Mapping[str, Any]) -> None:
         """Shows how far the running step is: micro-batch and ring steps of rank 0."""
         now = time.monotonic()
-        if now - self._last_inside < (1.0 if self._live else 30.0) or progress.get("phase") == "idle":
+        if now - self._last_inside < (1.0 if self._live else 30.0) or progress.get("call") not in (STEP, EVAL):
             return
         self._last_inside = now
         part = f"{progress['micro_batch']}/{progress['micro_batches']} packs, {progress['ring_steps_done']} ring steps"

@@ -16,9 +16,10 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from raycp.driver.blame import cause_of, default_fix, is_lost, unwrap, weight
+from raycp.driver.stuck import stuck
 from raycp.errors import RaycpError, WorkerError
 from workers.messages import Probe
-from workers.progress import COPY
+from workers.wire import KeeperAddress
 
 CONTROL = "control"
 """Concurrency group of the actor's methods that are answered while a step runs."""
@@ -30,10 +31,6 @@ BLAME_SECONDS = 3.0
 """How long the driver waits for the other ranks' versions after the first failure."""
 ANSWER_SECONDS = 2.0
 """How long a control thread may take to answer before its process counts as unreachable (after a failure)."""
-SLOWER = 4.0
-"""A rank is stuck when it stands still for so many times the longest pause that any rank has shown."""
-FIRST = 10.0
-"""Factor on the limit while a rank is in its first step: nobody knows yet how long its pauses are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +52,8 @@ class Membership:
     Args:
         members: ranks 0 .. world - 1.
         generation: travels with every call.
-        unresponsive_after: seconds without an answer of a rank's control thread, or without any progress inside a
-            step, after which it counts as lost.
+        unresponsive_after: seconds without an answer of a rank's control thread, or without any progress of the
+            call that runs, after which it counts as lost.
         watch: called about once a second with rank 0's progress while a call runs.
         is_alive: whether the cluster counts a node (by its id) as alive.
         is_stopped: whether a rank's process is known to be stopped by a signal: then no `patience` is had with it.
@@ -78,6 +75,7 @@ class Membership:
         self._watch = watch
         self._is_alive = is_alive or _node_is_alive
         self._is_stopped = is_stopped
+        self._began = 0.0
         self._asked: dict[int, Any] = {}
         self._heard: dict[int, float] = {}
         self._beats: dict[int, dict[str, Any]] = {}
@@ -100,7 +98,8 @@ class Membership:
             call: starts the remote call on a member and returns its reference.
             what: name of the operation, for messages.
             only: ranks to call.
-            patience: factor on the time without an answer after which a rank counts as frozen.
+            patience: factor on the time without an answer after which a rank counts as frozen, or without progress
+                after which it counts as stuck (`raycp.driver.stuck`).
             meanwhile: called about ten times a second while answers are missing; must not raise.
             release: called after the first failure, before the others' answers are waited for: frees them.
 
@@ -115,7 +114,7 @@ class Membership:
         references = {call(m): m for m in chosen}
         answers: dict[int, Any] = {}
         pending = list(references)
-        now = time.monotonic()
+        self._began = now = time.monotonic()
         self._heard = {m.rank: now for m in chosen}
         self._asked, self._beats = {}, {}
         looked = now
@@ -134,7 +133,7 @@ class Membership:
                 looked = time.monotonic()
                 waiting = [references[r] for r in pending]
                 failures |= self._silent(waiting, patience * self._unresponsive_after)
-                failures |= self._stuck(waiting, patience * self._unresponsive_after) if not failures else {}
+                failures |= self._stuck(waiting, patience) if not failures else {}
             if failures:
                 if release is not None:
                     release()
@@ -150,6 +149,14 @@ class Membership:
         ]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=1.0)
+
+    def let_go(self, keeper: KeeperAddress) -> None:
+        """Orders the ranks of a keeper's node to wait for it no more; does not wait for them. Between this and `freeze`
+        nothing is different for them: they report that their copy was not made.
+        """
+        for member in self.members:
+            if member.probe.node_id == keeper.node_id:
+                member.actor.let_go.options(concurrency_group=CONTROL).remote(self.generation, keeper)
 
     def freeze(self, seconds: float) -> list[int]:
         """Waits until every rank has come to rest after a failure; tells which did not, and which are lost.
@@ -209,21 +216,13 @@ class Membership:
             self._asked[member.rank] = member.actor.progress.options(concurrency_group=CONTROL).remote()
         return found
 
-    def _stuck(self, waiting: Sequence[Member], limit: float) -> dict[int, BaseException]:
-        """The member that stood still first, if every one that still works stands still for too long.
-
-        All ranks stop when one does, since they wait for it: the one whose counters stopped first is to blame.
-        """
-        beats = [(m.rank, self._beats[m.rank]) for m in waiting if m.rank in self._beats]
-        if len(beats) < len(waiting) or any(b["phase"] in ("idle", COPY) for _, b in beats):
+    def _stuck(self, waiting: Sequence[Member], patience: float) -> dict[int, BaseException]:
+        """Members whose counters stand still for too long, once all that are waited for have told theirs."""
+        beats = {m.rank: self._beats[m.rank] for m in waiting if m.rank in self._beats}
+        if len(beats) < len(waiting):
             return {}
-        limit = max(limit, SLOWER * max(b["longest"] for _, b in beats))
-        if any(b["phases_done"] == 0 for _, b in beats):
-            limit *= FIRST
-        if any(b["idle_seconds"] <= limit for _, b in beats):
-            return {}
-        rank, beat = max(beats, key=lambda x: float(x[1]["idle_seconds"]))
-        return {rank: TimeoutError(f"no progress for {beat['idle_seconds']:.0f} s in {beat['phase']}")}
+        running = time.monotonic() - self._began
+        return stuck(beats, patience=patience, heartbeat=self._unresponsive_after, running=running)
 
     # -- after a failure --------------------------------------------------------------------------------------------
 
@@ -276,9 +275,9 @@ class Membership:
         return WorkerError(f"{what} failed: {member.where}: {cause}", fix=fix, **details)
 
     def _silent_for(self, rank: int) -> float:
-        """Seconds since a frozen or stuck rank last answered, or last moved inside a step."""
+        """Seconds since a frozen or stuck rank last answered, or last moved inside this call."""
         now, beat = time.monotonic(), self._beats.get(rank)
-        still = 0.0 if beat is None or beat["phase"] == "idle" else float(beat["idle_seconds"])
+        still = 0.0 if beat is None else min(float(beat["idle_seconds"]), now - self._began)
         return max(now - self._heard.get(rank, now), still)
 
 

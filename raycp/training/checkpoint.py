@@ -8,7 +8,7 @@ file into memory, and asks a remote one for the bytes of the rows.
 
 import mmap
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from raycp.training.latest import fence
 from raycp.training.manifest import VERSION, Manifest, ShardEntry, ShardRecord, coverage_problem, shard_file
 from raycp.training.rows import RowReader
 from raycp.training.sharding import ShardSpan
-from raycp.training.storage import Storage
+from raycp.training.storage import PIECE, Storage
 from raycp.training.tensorfile import tensor_chunks
 
 __all__ = [
@@ -66,6 +66,7 @@ def write_shard(
     state: Mapping[str, tuple[ShardSpan, torch.Tensor]],
     *,
     generation: int = 0,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> ShardRecord:
     """Writes the rows of one rank into the folder of a step, which is made if missing; durable when it returns.
 
@@ -74,6 +75,7 @@ def write_shard(
         rank: world rank.
         state: of `export_state`.
         generation: of the process groups; part of the file's name, so that a rank of an older one overwrites nothing.
+        on_piece: called whenever the storage has taken a piece (`storage.PIECE` bytes at most).
 
     Raises:
         OSError: the storage refused (full, read-only, away); nothing of that name is left.
@@ -86,9 +88,12 @@ def write_shard(
     def counted() -> Iterator[bytes | memoryview]:
         nonlocal size, checksum
         for chunk in tensor_chunks(announced, lambda n: state[n][1]):
-            checksum = zlib.crc32(chunk, checksum)
-            size += len(chunk)
-            yield chunk
+            for at in range(0, len(chunk), PIECE):
+                piece = memoryview(chunk)[at : at + PIECE]
+                checksum = zlib.crc32(piece, checksum)
+                size += len(piece)
+                yield piece
+                on_piece()
 
     Storage.of(folder).write(name, counted())
     return ShardRecord(file=name, bytes=size, crc32=checksum, entries=entries)
@@ -99,14 +104,15 @@ class CheckpointReader(RowReader):
 
     Args:
         folder: a step folder.
+        on_piece: as of `RowReader`.
 
     Raises:
         CheckpointError: no manifest.
     """
 
-    def __init__(self, folder: Storage | Path | str) -> None:
+    def __init__(self, folder: Storage | Path | str, *, on_piece: Callable[[], None] = lambda: None) -> None:
         self.folder = Storage.of(folder)
-        super().__init__(load_manifest(self.folder), self._bytes, title=self.folder.name)
+        super().__init__(load_manifest(self.folder), self._bytes, title=self.folder.name, on_piece=on_piece)
         self._maps: dict[str, memoryview] = {}
 
     def _bytes(self, shard: ShardRecord, start: int, stop: int) -> bytes | memoryview:

@@ -114,8 +114,12 @@ def load_manifest(folder: Storage | Path | str) -> Manifest:
         raise CheckpointError(f"{storage}/{MANIFEST}: {error.message}", fix=error.fix, **error.details) from error
 
 
-def verify(folder: Storage | Path | str) -> Manifest:
+def verify(folder: Storage | Path | str, *, on_piece: Callable[[], None] = lambda: None) -> Manifest:
     """Reads every byte of a committed step.
+
+    Args:
+        folder: of the step.
+        on_piece: called whenever a piece of a file was read, from several threads.
 
     Raises:
         CheckpointError: naming the first file that is missing, cut or changed.
@@ -126,7 +130,7 @@ def verify(folder: Storage | Path | str) -> Manifest:
     problem = coverage_problem(manifest.shards)
     if problem:
         raise CheckpointError(f"{storage}: {problem}", fix=_FIX)
-    problem = _first_problem(_content_problem, storage, manifest)
+    problem = _first_problem(functools.partial(_content_problem, on_piece), storage, manifest)
     if problem:
         raise CheckpointError(f"{storage}/{problem}", fix=_FIX)
     return manifest
@@ -294,7 +298,7 @@ def _length_problem(storage: Storage, shard: ShardRecord) -> str:
     return "" if size == shard.bytes else f"{shard.file} has {size} bytes, the manifest says {shard.bytes}"
 
 
-def _content_problem(storage: Storage, shard: ShardRecord) -> str:
+def _content_problem(on_piece: Callable[[], None], storage: Storage, shard: ShardRecord) -> str:
     problem = _length_problem(storage, shard)
     if problem:
         return problem
@@ -302,6 +306,7 @@ def _content_problem(storage: Storage, shard: ShardRecord) -> str:
     try:
         for block in storage.blocks(shard.file):
             found = zlib.crc32(block, found)
+            on_piece()
     except OSError as error:
         if error.errno != errno.EIO or storage.local_path() is None:
             raise

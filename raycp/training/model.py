@@ -6,6 +6,7 @@ are fp32 masters, sharded by FSDP2 over dp x cp (or replicated); a tied weight i
 micro-batch together with norm and head. Ranks without tokens or targets take part in every collective.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import cast
 
@@ -155,6 +156,7 @@ def build_trainee(
     loss_chunk: int,
     seed: int,
     initialise: bool = True,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> Trainee:
     """Makes the model on the meta device, shards it, and fills the own rows. Collective over `mesh`.
 
@@ -168,6 +170,7 @@ def build_trainee(
         loss_chunk: target rows that go through the head at once.
         seed: of random initialisation.
         initialise: False when `import_state` follows: parameters are NaN and no weight file is read.
+        on_piece: called whenever a part of the work is done, such as a tensor that was read or made.
 
     Raises:
         ModelError: the weights do not fit the configuration.
@@ -175,15 +178,18 @@ def build_trainee(
     register_attention()
     config = spec.load_config()
     lm = empty_model(config, ATTENTION_NAME)
+    on_piece()
     trainee = Trainee(lm, loss_chunk=loss_chunk, activation_checkpointing=activation_checkpointing)
     if shard == "none":
         trainee.replicas = _replicate(trainee, mesh, device, compute_dtype(dtype))
     else:
         _shard(trainee, mesh, device, dtype)
+    on_piece()
     # Only meta tensors (parameters) are allocated: `to_empty` would turn the rotary tables into garbage.
     trainee._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+    on_piece()
     if initialise:
-        fill(trainee, spec, config, seed)
+        fill(trainee, spec, config, seed, on_piece=on_piece)
     else:
         for parameter in trainee.parameters():
             held_rows(parameter)[0].fill_(float("nan"))

@@ -25,14 +25,18 @@ class RowReader:
         manifest: of the step.
         fetch: gives bytes of a shard; what it raises goes through.
         title: of the step, for messages.
+        on_piece: called whenever bytes have come.
 
     Raises:
         CheckpointError: a shard of the manifest cannot have the length that it says.
     """
 
-    def __init__(self, manifest: Manifest, fetch: Fetch, *, title: str) -> None:
+    def __init__(
+        self, manifest: Manifest, fetch: Fetch, *, title: str, on_piece: Callable[[], None] = lambda: None
+    ) -> None:
         self.manifest = manifest
         self._fetch = fetch
+        self._on_piece = on_piece
         self._title = title
         self._layouts: dict[str, ImageLayout] = {}
         self._pieces: dict[str, list[tuple[ShardEntry, ShardRecord]]] = {}
@@ -81,6 +85,7 @@ class RowReader:
         if each == 0:
             return torch.empty(shape, dtype=dtype)
         data = memoryview(self._fetch(shard, place + low * each, place + high * each))
+        self._on_piece()
         if data.nbytes != (high - low) * each:
             raise CheckpointError(
                 f"{self._title}: {(high - low) * each} bytes of {shard.file} were asked for, {data.nbytes} came",

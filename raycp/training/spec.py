@@ -8,6 +8,7 @@ name. transformers is imported when a configuration, tokenizer or file list is a
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -152,8 +153,11 @@ class ModelSpec:
                 fix="give tokenizer= a folder or hub id that has one",
             ) from error
 
-    def weights_folder(self) -> Path:
+    def weights_folder(self, *, on_piece: Callable[[], None] = lambda: None) -> Path:
         """Local folder of the weights; a hub id is downloaded to the cache of this machine first.
+
+        Args:
+            on_piece: called for whatever the download has brought.
 
         Raises:
             ModelError: the download fails, or the repository has no safetensors.
@@ -162,10 +166,18 @@ class ModelSpec:
             return Path(self.source)
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.utils.tqdm import tqdm
+
+        class Bar(tqdm):
+            def update(self, n: float | None = 1) -> bool | None:
+                on_piece()
+                return super().update(n)  # type: ignore[no-any-return]
 
         patterns = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
         try:
-            folder = Path(snapshot_download(self.source, revision=self.revision, allow_patterns=patterns))
+            folder = Path(
+                snapshot_download(self.source, revision=self.revision, allow_patterns=patterns, tqdm_class=Bar)
+            )
         except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
             raise ModelError(
                 f"{self.source!r} cannot be downloaded: {error}",

@@ -37,28 +37,47 @@ def empty_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, spec: ModelSpec, config: PretrainedConfig, seed: int) -> None:
+def fill(
+    module: nn.Module,
+    spec: ModelSpec,
+    config: PretrainedConfig,
+    seed: int,
+    *,
+    on_piece: Callable[[], None] = lambda: None,
+) -> None:
     """Writes the initial value into the held rows of every parameter of `module` (a `Trainee`).
+
+    Args:
+        module: to fill.
+        spec: where the values come from.
+        config: of the model.
+        seed: of random values.
+        on_piece: called for each tensor that was read or made, and for what a download has brought.
 
     Raises:
         ModelError: the source lacks a name, has one too many, or a shape differs.
     """
     if spec.is_random:
-        _fill_random(module, config, seed)
+        _fill_random(module, config, seed, on_piece)
         return
     if spec.kind == "gguf":
         source = _gguf_state(spec, config)
         shapes = {name: tuple(t.shape) for name, t in source.items()}
-        _fill_by_name(module, shapes, lambda name, start, stop: source[name][start:stop], spec.describe(), ())
+        _fill_by_name(module, shapes, lambda name, start, stop: source[name][start:stop], spec.describe(), (), on_piece)
         return
-    folder = spec.weights_folder()
+    folder = spec.weights_folder(on_piece=on_piece)
     ignore = ("rotary_emb.inv_freq",)
     with _SafetensorsFolder(folder) as files:
-        _fill_by_name(module, files.shapes, files.read, str(folder), ignore)
+        _fill_by_name(module, files.shapes, files.read, str(folder), ignore, on_piece)
 
 
 def _fill_by_name(
-    module: nn.Module, shapes: dict[str, tuple[int, ...]], read: Read, where: str, ignore: tuple[str, ...]
+    module: nn.Module,
+    shapes: dict[str, tuple[int, ...]],
+    read: Read,
+    where: str,
+    ignore: tuple[str, ...],
+    on_piece: Callable[[], None],
 ) -> None:
     wanted = dict(named_weights(module))
     aliases = {n.removeprefix("lm.") for n, _ in module.named_parameters(remove_duplicate=False)}
@@ -77,6 +96,7 @@ def _fill_by_name(
         local, start, stop = held_rows(parameter)
         if stop > start:
             local.copy_(read(name, start, stop))
+            on_piece()
 
 
 class _SafetensorsFolder:
@@ -125,7 +145,7 @@ def _gguf_state(spec: ModelSpec, config: PretrainedConfig) -> dict[str, torch.Te
     return dict(lm.state_dict())
 
 
-def _fill_random(module: nn.Module, config: PretrainedConfig, seed: int) -> None:
+def _fill_random(module: nn.Module, config: PretrainedConfig, seed: int, on_piece: Callable[[], None]) -> None:
     """One module at a time on the CPU, through the model's own `_init_weights`."""
     wanted = dict(named_weights(module))
     lm = empty_model(config, "eager")
@@ -152,4 +172,5 @@ def _fill_random(module: nn.Module, config: PretrainedConfig, seed: int) -> None
             local, start, stop = held_rows(wanted.pop(name))
             local.copy_(value[start:stop])
         part.to_empty(device="meta", recurse=False)
+        on_piece()
     assert not wanted, f"no initial value for {sorted(wanted)}"

@@ -13,6 +13,7 @@ import torch
 from workers.actor import TrainWorker
 from workers.memory_reader import MemoryPoint
 from workers.messages import RunSpec, StepReport, StepRequest
+from workers.progress import STEP
 
 FAULT_STEP = 3
 FAULT_RANK = 1
@@ -29,7 +30,7 @@ class _Faulty(TrainWorker):
         groups = self._require_groups(request.generation)
         if request.step == FAULT_STEP and groups.rendezvous.rank == FAULT_RANK and not self._marker.exists():
             self._marker.touch()
-            return self._guard(request.generation, lambda: self.fault(request), step=request.step)
+            return self._guard(STEP, request.generation, lambda: self.fault(request), step=request.step)
         return super().step(request)
 
     def fault(self, request: StepRequest) -> StepReport:

@@ -19,7 +19,7 @@ from workers.actor import TrainWorker
 from workers.memory_reader import MemoryPoint
 from workers.messages import Probe, Rendezvous, RunSpec, StepReport, StepRequest
 from workers.process_groups import ProcessGroups
-from workers.progress import Progress
+from workers.progress import EXPORT, JOIN, RECALL, Progress
 from workers.snapshot import SnapshotWriter
 
 
@@ -50,7 +50,7 @@ class VictimWorker(TrainWorker):
         def connect() -> None:
             self.script.hit("connect", rank=rendezvous.rank, node=node_of_this())
 
-        self._guard(rendezvous.generation, connect, rank=rendezvous.rank)
+        self._guard(JOIN, rendezvous.generation, connect, rank=rendezvous.rank)
         super().join(dataclasses.replace(rendezvous, threads=1))
 
     def _open(self, store_spec: Any, groups: ProcessGroups, layers: AttentionLayers, *, keep: bool) -> Any:
@@ -58,7 +58,7 @@ class VictimWorker(TrainWorker):
         return super()._open(store_spec, groups, layers, keep=keep)
 
     def restore_memory(self, generation: int, point: MemoryPoint, secret: bytes) -> None:
-        self._guard(generation, lambda: self.here("recovery"))
+        self._guard(RECALL, generation, lambda: self.here("recovery"))
         super().restore_memory(generation, point, secret)
 
     def step(self, request: StepRequest) -> StepReport:
@@ -74,7 +74,7 @@ class VictimWorker(TrainWorker):
             self.at_step = None
 
     def export(self, generation: int, checkpoint: str, out: str) -> str:
-        self._guard(generation, lambda: self.here("shutdown"))
+        self._guard(EXPORT, generation, lambda: self.here("shutdown"))
         return super().export(generation, checkpoint, out)
 
     def _stops(self, step: int) -> list[Any]:

@@ -40,6 +40,18 @@ def test_a_copy_is_made_once_and_found_again(tmp_path):
     assert open_near(tmp_path / "s", mode="always", cache=tmp_path / "cache").document(0).ids.tolist() == [1, 2, 3]
 
 
+def test_a_copy_tells_of_every_piece(tmp_path, monkeypatch):
+    """A large store was copied without a sign: whoever looked could not tell that from a disk that hangs."""
+    monkeypatch.setattr("data_pipeline.local_copy._PIECE", 64)
+    store = make(tmp_path / "s", tokens=range(1000))
+    pieces = []
+    near = open_near(tmp_path / "s", mode="always", cache=tmp_path / "cache", on_piece=lambda: pieces.append(1))
+    assert len(pieces) > store.num_bytes // 64
+    assert near.document(0).ids.tolist() == list(range(1000))
+    open_near(tmp_path / "s", mode="always", cache=tmp_path / "cache", on_piece=lambda: pieces.append(2))
+    assert 2 not in pieces
+
+
 def test_ranks_of_a_node_copy_once(tmp_path, monkeypatch):
     import shutil
 

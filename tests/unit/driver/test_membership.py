@@ -1,5 +1,6 @@
 """Who is to blame when several ranks report a failure."""
 
+import dataclasses
 import pickle
 import time
 from typing import Any
@@ -11,6 +12,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from raycp.driver.membership import Member, Membership
 from raycp.errors import WorkerError
 from workers.messages import Probe
+from workers.progress import STEP
+from workers.wire import KeeperAddress
 
 
 def membership(ranks: int = 3, *, alive: bool = True) -> Membership:
@@ -83,27 +86,16 @@ def test_a_node_that_vanished_is_called_lost_and_not_an_error_of_the_rank(alive:
     assert words in str(error)
 
 
-def beat(idle: float, *, longest: float = 0.1, phase: str = "step", done: int = 3) -> dict[str, Any]:
-    return {"phase": phase, "idle_seconds": idle, "longest": longest, "phases_done": done}
+def beat(idle: float) -> dict[str, Any]:
+    return {"call": STEP, "phase": STEP, "idle_seconds": idle, "longest": 0.1, "calls_done": 3, "call_seconds": idle}
 
 
-@pytest.mark.parametrize(
-    ("beats", "stuck"),
-    [
-        ([beat(5.0), beat(9.0), beat(5.1)], {1}),  # all wait for the one that stood still first
-        ([beat(0.1), beat(9.0), beat(5.1)], set()),  # somebody still works
-        ([beat(5.0, longest=3.0), beat(9.0), beat(5.1)], set()),  # pauses of 3 s are usual here
-        ([beat(5.0, done=0), beat(9.0), beat(5.1)], set()),  # nobody knows yet what is usual
-        ([beat(5.0, phase="idle"), beat(9.0), beat(5.1)], set()),  # a call without counters
-        ([beat(5.0), beat(9.0, phase="copy"), beat(5.1)], set()),  # its copy waits for other nodes
-    ],
-)
-def test_the_rank_whose_counters_stopped_first_is_stuck(beats: list[dict[str, Any]], stuck: set[int]) -> None:
+def test_nobody_is_stuck_before_all_that_are_waited_for_have_told_how_far_they_are() -> None:
     ranks = membership()
-    ranks._beats = dict(enumerate(beats))
-    found = ranks._stuck(ranks.members, 1.0)
-    assert set(found) == stuck
-    assert all("no progress" in str(e) for e in found.values())
+    ranks._beats = {0: beat(5.0), 1: beat(9.0)}
+    assert ranks._stuck(ranks.members, 1.0) == {}
+    ranks._beats[2] = beat(5.1)
+    assert set(ranks._stuck(ranks.members, 1.0)) == {1}
 
 
 def test_the_causes_that_ray_merely_lists_are_not_taken_for_the_cause() -> None:
@@ -132,6 +124,33 @@ def test_the_time_since_a_killed_rank_last_spoke_is_not_the_time_to_see_its_end(
     ranks._heard = {1: time.monotonic() - 5.0}
     ranks._beats = {1: beat(9.0)} if "progress" in str(error) else {}
     assert ranks._blame({1: error}, "step 4").details["silent_seconds"] == pytest.approx(seconds, abs=0.5)
+
+
+class Ordered:
+    """An actor that notes what it is ordered."""
+
+    def __init__(self) -> None:
+        self.orders: list[Any] = []
+
+    def options(self, *, concurrency_group: str) -> "Ordered":
+        assert concurrency_group == "control", "the rank is inside a step"
+        return self
+
+    def remote(self, *order: Any) -> None:
+        self.orders.append(order)
+
+    @property
+    def let_go(self) -> "Ordered":
+        return self
+
+
+def test_only_the_ranks_of_its_node_are_told_to_wait_no_more_for_a_lost_keeper() -> None:
+    ranks = membership()
+    actors = [Ordered() for _ in ranks.members]
+    ranks.members = [dataclasses.replace(m, actor=a) for m, a in zip(ranks.members, actors, strict=True)]
+    keeper = KeeperAddress(node_id=ranks.members[1].probe.node_id, host="", port=1, unix="")
+    ranks.let_go(keeper)
+    assert [a.orders for a in actors] == [[], [(7, keeper)], []]
 
 
 class LateAnswers:

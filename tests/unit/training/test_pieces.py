@@ -1,0 +1,78 @@
+"""Long work tells of every piece that is done, so that whoever looks can tell slow from stuck."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from raycp.training import checkpoint
+from raycp.training.checkpoint import CheckpointReader, step_folder, verify, write_shard
+from raycp.training.model import Trainee
+from raycp.training.sharding import ShardSpan
+from raycp.training.spec import ModelSpec
+from raycp.training.weights import empty_model, fill
+from tests.unit.training.places import save
+
+ROWS = 64
+
+
+class Pieces:
+    """Counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return step_folder(tmp_path, 1)
+
+
+def shard(names: int) -> dict[str, tuple[ShardSpan, torch.Tensor]]:
+    """Tensors of `ROWS` x 4 fp32."""
+    return {
+        f"param/{n}": (ShardSpan(f"param/{n}", (ROWS, 4), torch.float32, 0, ROWS), torch.randn(ROWS, 4))
+        for n in range(names)
+    }
+
+
+def test_a_large_tensor_is_written_in_pieces_and_the_file_stays_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor of several gigabytes was one piece: minutes without a sign on slow storage."""
+    state, whole, cut = shard(3), Pieces(), Pieces()
+    expected = write_shard(folder, 0, state, on_piece=whole)
+    content = (folder / expected.file).read_bytes()
+    monkeypatch.setattr(checkpoint, "PIECE", 256)
+    assert write_shard(folder, 0, state, on_piece=cut) == expected
+    assert (folder / expected.file).read_bytes() == content
+    assert whole.count == 1 + 3
+    assert cut.count >= 3 * ROWS * 16 // 256
+
+
+def test_reading_and_verifying_tell_of_every_tensor_and_file(tmp_path: Path) -> None:
+    folder, manifest = save(tmp_path, 1, world_size=1)
+    pieces = Pieces()
+    reader = CheckpointReader(folder, on_piece=pieces)
+    for number, name in enumerate(reader.names, 1):
+        reader.read(name)
+        assert pieces.count == number
+    before = pieces.count
+    assert verify(folder, on_piece=pieces).shards == manifest.shards
+    assert pieces.count == before + 1
+
+
+def test_filling_a_model_tells_of_every_tensor(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    lm = empty_model(config, "eager").to_empty(device="cpu")
+    lm.save_pretrained(tmp_path / "model")
+    made = Trainee(lm, loss_chunk=64, activation_checkpointing=False)
+    read, random = Pieces(), Pieces()
+    fill(made, ModelSpec.of(tmp_path / "model"), config, 0, on_piece=read)
+    assert read.count == len(list(lm.parameters()))
+    fill(made, ModelSpec.of(config), config, 0, on_piece=random)
+    assert random.count > 2 * 5

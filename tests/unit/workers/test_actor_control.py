@@ -1,0 +1,80 @@
+"""What a rank does at an order of the driver that comes while its own thread waits."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from raycp.config import FitConfig
+from raycp.plan import CostModel
+from raycp.training.device import resolve_device
+from raycp.training.spec import ModelSpec
+from tests.snapshots import SECRET, Nodes, state_of
+from workers.actor import TrainWorker
+from workers.messages import RunSpec, StoreSpec
+from workers.snapshot import SnapshotWriter
+
+STORE = StoreSpec(folder="", fingerprint="", packing="best_fit", plan_hash="")
+GENERATION = 1
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes("a", str(tmp_path / "checkpoints"))
+    made.assign("a").close()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def worker(nodes: Nodes, tmp_path: Path) -> Iterator[TrainWorker]:
+    """A rank that waits for its keeper: the copy of step 2, since step 1 is not committed."""
+    spec = RunSpec(
+        run_id="run",
+        output_dir=str(tmp_path),
+        model=ModelSpec(kind="hub", source="none"),
+        model_fingerprint="",
+        tokenizer_folder="",
+        device=resolve_device("cpu", {}),
+        dtype="float32",
+        config=FitConfig(),
+        total_steps=1,
+        cost=CostModel(),
+        train=STORE,
+        evaluation=None,
+    )
+    made = TrainWorker(spec)
+    groups = SimpleNamespace(rendezvous=SimpleNamespace(generation=GENERATION, rank=0))
+    made._groups = groups  # type: ignore[assignment]  # what control calls ask of them
+    made._snapshots = writer = SnapshotWriter(nodes["a"].address(), secret=SECRET, generation=GENERATION, rank=0)
+    writer.begin(1, state_of(0, 1, 1))
+    writer.wait()
+    writer.begin(2, state_of(0, 1, 2))
+    assert writer.wait(0.2) > 0.15
+    yield made
+    writer.close()
+
+
+def test_a_rank_that_waits_for_a_keeper_lets_go_of_it_when_it_is_told_to(worker: TrainWorker, nodes: Nodes) -> None:
+    """It waited until Ray had ended the keeper, which takes five seconds for a stopped process."""
+    writer = worker._require(worker._snapshots)
+    threading.Timer(0.2, worker.let_go, (GENERATION, nodes["a"].address())).start()
+    assert writer.wait() < 3
+    assert writer.problem is not None
+
+
+@pytest.mark.parametrize("late", ["older generation", "newer generation", "keeper before this one", "no keeper"])
+def test_an_order_that_comes_late_does_nothing(late: str, worker: TrainWorker, nodes: Nodes) -> None:
+    keeper = nodes["a"].address()
+    generation = GENERATION + {"older generation": -1, "newer generation": 1}.get(late, 0)
+    if late == "keeper before this one":
+        keeper = replace(keeper, unix="raycp-another", port=1)
+    writer = worker._require(worker._snapshots)
+    if late == "no keeper":
+        worker._snapshots = None
+    assert not worker.let_go(generation, keeper)
+    assert writer.wait(0.3) > 0.25
+    assert writer.problem is None
