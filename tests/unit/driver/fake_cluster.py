@@ -6,6 +6,7 @@ keeper; a keeper's content dies with its node. Faults come from a script: at the
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +18,33 @@ from raycp.driver.cluster import NodeInfo
 from raycp.driver.copies import replica_homes
 from raycp.driver.keepers import CopyRefused, KeeperLost
 from raycp.driver.membership import Member
+from raycp.driver.stuck import stuck
 from raycp.errors import CheckpointError, ClusterError, StaleGenerationError, WorkerError
 from raycp.events import EventLog
 from raycp.training.committed import Newest
 from raycp.training.manifest import Manifest, ShardEntry, ShardRecord
 from raycp.training.storage import Storage
+from workers import progress as phases
 from workers.memory_reader import MemoryPoint
 from workers.messages import Probe, Rendezvous, StepReport, StepRequest
+from workers.progress import COPY
 from workers.wire import KeeperAddress
 
 START = "start"
+HEARTBEAT = 30.0
+CALLS = {
+    "connecting": phases.JOIN,
+    "building": phases.BUILD,
+    "restoring": phases.RECALL,
+    "loading": phases.RESTORE,
+    "attaching": phases.ATTACH,
+    "step": phases.STEP,
+    "evaluation": phases.EVAL,
+    "copy": phases.SNAPSHOT,
+    "checkpoint": phases.SAVE,
+    "export": phases.EXPORT,
+}
+"""What the ranks call what the driver asks of them, by its first word."""
 
 
 def after(state: str, step: int, pack_ids: Sequence[int]) -> str:
@@ -39,7 +57,8 @@ class Fault:
     """What happens at the `at`-th call (from 0) whose text contains `where`.
 
     `kind`: "die" (the rank's process), "node" (all processes of its node, and its keeper), "freeze" (silent until it is
-    killed), "raise" (an error of its own), "fatal" (one that comes again), "damaged" (what it
+    killed), "hang" (it answers and gets no further), "hang in copy" (the same, in its own part of the copy of its
+    state), "raise" (an error of its own), "fatal" (one that comes again), "damaged" (what it
     read from storage), "keeper" (of its node), "keeper frozen" (silent until it is killed), "full" (the peer has no
     memory for a replica once), "copy" (its copies fail until it is attached to a keeper again).
     """
@@ -73,6 +92,8 @@ class Process:
     pid: int
     alive: bool = True
     frozen: bool = False
+    hangs: str = ""
+    calls_done: Counter[str] = field(default_factory=Counter)
     uncopied: str = ""
     keeper: KeeperAddress | None = None
     copying: "Copy | None" = None
@@ -187,6 +208,7 @@ class FakeCluster:
 
     Attributes:
         lag: looks of the driver for which a copy is on its way.
+        hung: {what: seconds until a rank that hung in it was found}.
         host_memory: bytes that a worker finds free.
     """
 
@@ -207,6 +229,8 @@ class FakeCluster:
         self.late = dict(late or {})
         self.calls: list[str] = []
         self.lag = 0
+        self.hung: dict[str, float] = {}
+        self.size = 0
         self.host_memory = 1 << 40
         self.slow = slow
         self.fleet = self
@@ -280,6 +304,7 @@ class FakeCluster:
     def ranks(self, members: Sequence[Member], generation: int, *, is_stopped: Callable[[Member], bool]) -> "FakeRanks":
         assert all(m.actor.alive for m in members), "a lost process is never a rank again"
         self.generations.append(generation)
+        self.size = len(members)
         return FakeRanks(self, list(members), generation)
 
     def open_store(self) -> Any:
@@ -303,11 +328,6 @@ class FakeCluster:
         entry = ShardEntry(name="w", shape=(size,), dtype="float32", start=process.rank, stop=process.rank + 1)
         file = f"shard-g{process.generation:04d}-{process.rank:05d}"
         return ShardRecord(file=file, bytes=4, crc32=process.generation, entries=(entry,))
-
-    @property
-    def size(self) -> int:
-        assert self.memory is not None
-        return len(self.memory.node_of_rank)
 
     def copy(self, process: Process, step: int) -> None:
         assert self.memory is not None
@@ -362,18 +382,23 @@ class FakeRanks:
         raised = self._strike(what)
         if meanwhile is not None and number % 2:
             meanwhile()
-        fails = raised or any(not m.actor.alive or m.actor.frozen for m in chosen)
+        hangs = {m.rank: m.actor.hangs for m in chosen if m.actor.alive and m.actor.hangs}
+        fails = raised or any(not m.actor.alive or m.actor.frozen or m.actor.hangs == "hang" for m in chosen)
         if what.startswith("step") and not fails:
             self._wait_for_copies(chosen, what, meanwhile)
         answers = []
         for member in chosen:
             process: Process = member.actor
             waits = what.startswith("step") and process.copying is not None  # a peer is lost: it gets no further
-            if process.alive and not process.frozen and member.rank not in raised and not waits:
+            if process.alive and not process.frozen and member.rank not in {*raised, *hangs} and not waits:
                 answers.append(call(member)())
+                process.calls_done[CALLS[what.split()[0]]] += 1
         if what.startswith("copy") and not fails:
             self._wait_for_copies(chosen, what, meanwhile)
         lost = [m.rank for m in chosen if not m.actor.alive or m.actor.frozen]
+        if hangs and not lost and not raised:
+            self._look_for(hangs, what, patience, meanwhile)
+            lost = list(hangs)
         if lost or raised:
             rank = lost[0] if lost else next(iter(raised))
             raise WorkerError(
@@ -388,13 +413,40 @@ class FakeRanks:
             )
         return answers
 
+    def _look_for(
+        self, hangs: dict[int, str], what: str, patience: float, meanwhile: Callable[[], None] | None
+    ) -> None:
+        """Until the rules find every rank that hangs, and nobody else."""
+        began, call = self.world.clock.now, CALLS[what.split()[0]]
+        found: set[int] = set()
+        while found != set(hangs):
+            self.world.sleep(1.0)
+            if meanwhile is not None:
+                meanwhile()
+            running = self.world.clock.now - began
+            assert running < 3600, f"{what}: nobody sees that ranks {sorted(hangs)} hang"
+            beats = {
+                rank: {
+                    "call": call,
+                    "phase": COPY if kind == "hang in copy" else call,
+                    "idle_seconds": running,
+                    "longest": 0.1,
+                    "calls_done": self.members[rank].actor.calls_done[call],
+                    "call_seconds": running,
+                }
+                for rank, kind in hangs.items()
+                if rank not in found
+            }
+            found |= set(stuck(beats, patience=patience, heartbeat=HEARTBEAT, running=running))
+        self.world.hung[what] = self.world.clock.now - began
+
     def _wait_for_copies(self, chosen: Sequence[Member], what: str, meanwhile: Callable[[], None] | None) -> None:
         """As a rank before its update: until its copy is made, or is known not to be."""
         memory = self.world.memory
         for _ in range(20):
             if memory is not None:
                 memory.settle()
-            if all(m.actor.copying is None for m in chosen):
+            if all(m.actor.copying is None or m.actor.hangs for m in chosen):
                 return
             if meanwhile is None:
                 break
@@ -417,6 +469,8 @@ class FakeRanks:
                     self.world.lose_node(member.probe.node_id)
                 case "freeze":
                     member.actor.frozen = True
+                case "hang" | "hang in copy":
+                    member.actor.hangs = fault.kind
                 case "copy":
                     member.actor.uncopied = "the keeper left: scripted"
                 case "keeper":
@@ -439,7 +493,7 @@ class FakeRanks:
                 process.copying, process.uncopied = None, "the writer was closed"
 
     def freeze(self, seconds: float) -> list[int]:
-        return [m.rank for m in self.members if not m.actor.alive or m.actor.frozen]
+        return [m.rank for m in self.members if not m.actor.alive or m.actor.frozen or m.actor.hangs]
 
     def abort(self, ranks: Sequence[int] | None = None) -> None:
         return
