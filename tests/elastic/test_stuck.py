@@ -85,18 +85,20 @@ def test_slow_work_is_left_alone(ranks: Membership) -> None:
 
 
 def test_a_frozen_keeper_holds_up_the_run_no_longer_than_until_it_is_noticed(
-    unbroken: raycp.FitResult, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: None, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks waited until Ray had ended it, which takes five seconds for a stopped process."""
     monkeypatch.setattr(fleet, "TrainWorker", hanging_worker.KeeperFreezer)
     result = raycp.fit(**inputs, output_dir=tmp_path, config=config(heartbeat_timeout=HEARTBEAT, checkpoint_every=100))
-    check(result, unbroken)
+    assert (result.status, result.steps) == ("finished", STEPS)
+    packs = pack_ids(result)
+    assert packs == list(range(len(packs)))
     events = list(read_events(result.events_path))
     (lost,) = [e for e in events if e["event"] == "keeper_lost"]
-    print([(e["event"], e.get("step"), round(e["time"] - events[0]["time"], 2)) for e in events])
     frozen = (tmp_path / "fault-happened").stat().st_mtime
     assert HEARTBEAT - 1 < lost["time"] - frozen < HEARTBEAT + 2.5
     committed = min(e["time"] for e in events if e["event"] == "snapshot" and e["time"] > lost["time"])
+    print(f"noticed after {lost['time'] - frozen:.1f} s, the next commit {committed - lost['time']:.1f} s later")
     assert committed - lost["time"] < 5.0, "another keeper is started beside the one that is being ended"
     assert result.recoveries == []
 
