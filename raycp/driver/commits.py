@@ -78,12 +78,12 @@ class Commits:
 
     def reported(self, step: int, fields: dict[str, Any], *, snapshot: bool, stall_seconds: float) -> None:
         """Every rank has reported `step`; `snapshot`: a copy of its state is on its way to the keepers."""
-        self._stalls[step] = stall_seconds
         if self._memory is None:
             self._may_commit()
             self._events.write_step(step, **fields)
             self.committed = max(self.committed, step)
             return
+        self._stalls[step] = stall_seconds
         self._reported[step] = fields
         if snapshot:
             self.expect(step)
@@ -141,6 +141,7 @@ class Commits:
         for done in [s for s in self.known if s <= step]:
             self._events.write_step(done, **self._reported.pop(done))
         self._expected = [s for s in self._expected if s > step]
+        self._stalls = {s: v for s, v in self._stalls.items() if s > step}
         self.committed = max(self.committed, step)
 
     def extra(self, step: int) -> dict[str, Any]:

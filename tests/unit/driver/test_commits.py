@@ -177,3 +177,15 @@ def test_rows_are_checked_once_for_the_same_entries_and_again_for_others(
     memory.ready, memory.shards = [4], (shard(0, 3),)
     with pytest.raises(CheckpointError, match="do not make a whole state"):
         commits.advance()
+
+
+@pytest.mark.parametrize("keepers", [True, False])
+def test_a_long_run_whose_state_is_not_copied_does_not_note_each_step(keepers: bool, tmp_path: Path) -> None:
+    """The stall of each step was kept for the life of the run, to be written with a copy that never came."""
+    commits = made(tmp_path, Memory() if keepers else None)
+    for step in range(1, 11):
+        report(commits, step, snapshot=False)
+        if step % 5 == 0:
+            commits.saved(step)
+    assert written(tmp_path) == list(range(1, 11))
+    assert commits._stalls == {}
