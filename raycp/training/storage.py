@@ -3,8 +3,8 @@
 Guarantees: a file that was written under its name is whole, and for paths on disk (file and folder synced) when
 `write` returns; a failed or killed write leaves no file of that name on a path, and none of the announced length
 elsewhere; every failure is an `OSError` with a number; what other nodes changed is seen, no listing is cached. No
-torch, no ray: keepers use it. Costs: one fsync of file and folder a write; on object stores, which have no rename,
-`rename` copies and deletes.
+torch, no ray: keepers use it. Costs: one fsync of file and folder a write, and one for each `SYNC` bytes; on object
+stores, which have no rename, `rename` copies and deletes.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from raycp.errors import ConfigError
 
 Chunk = bytes | memoryview
 PIECE = 1 << 24  # bytes moved at a time: what is buffered stays small, whatever the file
+SYNC = 1 << 30  # bytes after which a long file is brought to disk: the last sync is short, and a dead disk is seen soon
 
 
 class Storage(ABC):
@@ -169,8 +170,14 @@ class PathStorage(Storage):
         aside = self._path / f".{name}.{uuid.uuid4().hex[:12]}.part"  # several may write the same file at once
         try:
             with aside.open("wb") as file:
+                waiting = 0
                 for chunk in chunks:
                     file.write(chunk)
+                    waiting += memoryview(chunk).nbytes
+                    if waiting >= SYNC:
+                        file.flush()
+                        os.fdatasync(file.fileno())
+                        waiting = 0
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(self._path / name)

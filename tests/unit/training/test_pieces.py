@@ -1,12 +1,14 @@
 """Long work tells of every piece that is done, so that whoever looks can tell slow from stuck."""
 
+import itertools
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from raycp.training import checkpoint
+from raycp.training import checkpoint, storage
 from raycp.training.checkpoint import CheckpointReader, step_folder, verify, write_shard
 from raycp.training.model import Trainee
 from raycp.training.sharding import ShardSpan
@@ -52,6 +54,24 @@ def test_a_large_tensor_is_written_in_pieces_and_the_file_stays_the_same(
     assert (folder / expected.file).read_bytes() == content
     assert whole.count == 1 + 3
     assert cut.count >= 3 * ROWS * 16 // 256
+
+
+def test_a_long_file_is_synced_as_it_grows_so_that_the_last_sync_is_no_long_silence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a shard waited for one sync at its end: minutes without a sign, as if the storage had died."""
+    monkeypatch.setattr(checkpoint, "PIECE", 256)
+    monkeypatch.setattr(storage, "SYNC", 1024)
+    pieces, seen, plain = Pieces(), list[int](), os.fdatasync
+
+    def sync(descriptor: int) -> None:
+        seen.append(pieces.count)
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    record = write_shard(folder, 0, shard(5), on_piece=pieces)
+    assert len(seen) >= record.bytes // 1024 - 1
+    assert max(b - a for a, b in itertools.pairwise([0, *seen, pieces.count])) <= 5
 
 
 def test_reading_and_verifying_tell_of_every_tensor_and_file(tmp_path: Path) -> None:
