@@ -16,6 +16,7 @@ _FIXES = {
     errno.EACCES: "grant write permission there, or give an output_dir that can be written",
     errno.EPERM: "grant write permission there, or give an output_dir that can be written",
     errno.EIO: "check the storage; then run the same command again to continue",
+    errno.ETIMEDOUT: "look whether the storage answers (a mount whose server is away?), and how fast it is",
     errno.ESTALE: "check the mount of the storage; then run the same command again to continue",
 }
 

@@ -2,13 +2,15 @@
 
 Guarantees: one checkpoint is written at a time; it counts when its manifest is in place, which the driver writes after
 every shard is durable; a write that fails is said within a step, never advances the newest checkpoint and does not end
-the run while the state is safe in memory, unless it happens `MAX_FAILURES` times in a row or at the end. A checkpoint
+the run while the state is safe in memory, unless it happens `MAX_FAILURES` times in a row or at the end; one that takes
+longer than any storage would (`_hangs`) has failed. A checkpoint
 that falls due while another is written, or whose writers were lost, is made up for as soon as it can be: of the newest
 step that is in memory then, since keepers hold no older one for certain. Costs the training nothing but the
 keepers' share of the machine, a call to them, and `LOOK_SECONDS` at most: what storage takes to commit a step and to
 drop an old one passes in a thread (`stall_seconds` of the event is what the training waited).
 """
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -33,11 +35,19 @@ from workers.storage import storage_fix
 
 MAX_FAILURES = 3
 """Failed checkpoints in a row that the run goes on with."""
+PATIENCE_SECONDS = 300.0
+"""How long a write may take at least before it is given up."""
+LONGER = 4.0
+"""And so many times the longest one before."""
+SLOWEST = 10e6
+"""And as long as a keeper takes at so many bytes a second."""
 
 
 class Handle(Protocol):
     """A write in progress: see `raycp.driver.keepers.Keepers.persist`."""
 
+    @property
+    def writers(self) -> int: ...
     def poll(self) -> bool: ...
     def wait(self, timeout: float) -> bool: ...
 
@@ -59,6 +69,7 @@ class _Writing:
     handle: Handle
     began: float
     stall: float = 0.0
+    late: bool = False
     commit: "_Commit | None" = None
 
 
@@ -111,6 +122,8 @@ class Checkpoints:
         self._due: int | None = None
         self._writing: _Writing | None = None
         self._failures = 0
+        self._patience = PATIENCE_SECONDS
+        self._longest = 0.0
         self._stored: int | None = None
         self.newest: str | None = None
         """Step folder of the newest checkpoint that this driver wrote or loaded."""
@@ -120,11 +133,17 @@ class Checkpoints:
         """The newest intact checkpoint; damaged ones are set aside with a message, leftovers are deleted."""
         while self._writing is not None and self._writing.commit is not None:  # else its files would be discarded
             self._writing = None if self._settled(self._writing, self._writing.commit, timeout=None) else self._writing
-        found = newest(self.root)
+        found = self._search()
         self._stored = -1 if found.manifest is None else found.manifest.step
-        discard_uncommitted(self.root)
+        if found.manifest is None:  # also the one that was thought to be there
+            self.newest, self.newest_step = None, -1
         for message in found.messages:
             self._say(message)
+        return found
+
+    def _search(self) -> Newest:
+        found = newest(self.root)
+        discard_uncommitted(self.root)
         return found
 
     def stored_step(self) -> int:
@@ -146,8 +165,8 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether a write is in progress."""
-        return self._writing is not None
+        """Whether keepers write, and hold what they write."""
+        return self._writing is not None and self._writing.commit is None
 
     @property
     def due(self) -> int | None:
@@ -157,7 +176,7 @@ class Checkpoints:
     def settle(self, seconds: float, *, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Waits for the write in progress, `seconds` at most; `meanwhile` is called about five times a second."""
         deadline = time.monotonic() + seconds
-        while self._writing is not None and time.monotonic() < deadline:
+        while self._writing is not None and self.writing and time.monotonic() < deadline:
             meanwhile()
             if self._finished(self._writing, timeout=0.2):
                 self._writing = None
@@ -229,7 +248,7 @@ class Checkpoints:
         try:
             if writing.commit is None:
                 if not (writing.handle.poll() if timeout is None else writing.handle.wait(timeout)):
-                    return False
+                    return self._hangs(writing)
                 writing.commit = self._begin_commit(writing.manifest)
         except KeeperLost:  # nothing is wrong with the storage: another holder writes
             self.want(writing.manifest.step)
@@ -259,8 +278,30 @@ class Checkpoints:
         finally:
             writing.stall += time.monotonic() - began
         if done:
+            self._longest = max(self._longest, time.monotonic() - writing.began)
             self._note(writing.manifest, began=writing.began, stall_seconds=writing.stall)
+        else:
+            self._hangs(writing)
         return done
+
+    def _hangs(self, writing: _Writing) -> bool:
+        """Whether a write is given up: it takes longer than any storage would. A commit that hangs is only told, since
+        its thread cannot be ended, and nothing waits for it.
+
+        Raises:
+            ClusterError: `MAX_FAILURES` checkpoints in a row could not be written.
+        """
+        took, manifest = time.monotonic() - writing.began, writing.manifest
+        limit = max(self._patience, LONGER * self._longest, manifest.bytes / (SLOWEST * max(writing.handle.writers, 1)))
+        if writing.late or took <= limit:
+            return False
+        writing.late = True
+        error = TimeoutError(errno.ETIMEDOUT, f"the storage has not taken it in {took:.0f} s")
+        if writing.commit is None:
+            self._failed(manifest, writing.folder, error)
+            return True
+        self._tell_failed(manifest, writing.folder, error)
+        return False
 
     def _failed(self, manifest: Manifest, folder: Storage, error: Exception) -> None:
         self._failures += 1
@@ -286,6 +327,8 @@ class Checkpoints:
         """All shards of `manifest` are on storage: makes the step exist, and drops what is older than `keep`."""
         here = time.monotonic()
         self._store(manifest, by=self._events.generation)
+        if self.writing and self._writing is not None and self._writing.manifest.step <= manifest.step:
+            self._writing = None  # nobody needs the older one, and its files were pruned
         self._note(manifest, began=began, stall_seconds=stall_seconds + time.monotonic() - here)
 
     def _store(self, manifest: Manifest, *, by: int) -> None:
@@ -295,7 +338,8 @@ class Checkpoints:
 
     def _note(self, manifest: Manifest, *, began: float, stall_seconds: float) -> None:
         folder = step_folder(self.root, manifest.step)
-        self.newest, self.newest_step = folder.where, manifest.step
+        if manifest.step > self.newest_step:  # keepers may have been slower than the ranks with a later one
+            self.newest, self.newest_step = folder.where, manifest.step
         self._failures = 0
         self._events.write(
             "checkpoint",

@@ -131,8 +131,9 @@ class Commits:
         full: ranks need not wait for them, and the next snapshot commits these steps.
         """
         given_up = [s for s in self._expected if until is None or s <= until]
-        if self._memory is not None and given_up:
-            self._memory.abandon(max(given_up))
+        told = given_up if until is None else [*given_up, until]
+        if self._memory is not None and told:
+            self._memory.abandon(max(told))
         self._expected = [s for s in self._expected if s not in given_up]
 
     def saved(self, step: int) -> None:
@@ -140,7 +141,8 @@ class Commits:
         self._may_commit()
         for done in [s for s in self.known if s <= step]:
             self._events.write_step(done, **self._reported.pop(done))
-        self._expected = [s for s in self._expected if s > step]
+        if any(s <= step for s in self._expected):  # else later copies wait for their commits
+            self.lost_copies(step)
         self._stalls = {s: v for s, v in self._stalls.items() if s > step}
         self.committed = max(self.committed, step)
 

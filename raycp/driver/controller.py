@@ -26,7 +26,7 @@ from raycp.driver.record import RunRecord
 from raycp.driver.recovery import Incident, Strikes, human
 from raycp.driver.runtime import Runtime
 from raycp.driver.saving import Saving
-from raycp.driver.signals import StopSignal
+from raycp.driver.signals import Stopped, StopSignal
 from raycp.driver.worlds import World, Worlds
 from raycp.errors import RaycpError, WorkerError
 from raycp.events import EventLog, read_events
@@ -129,6 +129,7 @@ class Controller:
             secret=secret,
             say=display.say,
             started=started,
+            check_stop=stop.check,
         )
         self._saving = Saving(
             spec=spec,
@@ -158,12 +159,24 @@ class Controller:
         return self._formation.ranks.gather
 
     def run(self) -> Outcome:
-        """Runs to the end.
+        """Runs to the end, or until a person stops the run.
 
         Raises:
             WorkerError: a rank died, raised or froze, and the run may not or cannot go on.
             ClusterError: the cluster cannot hold or connect the workers; storage that cannot be written.
         """
+        try:
+            outcome = self._to_an_end()
+            self._enter(RunState.DONE, outcome.status)
+            return outcome
+        except BaseException as error:
+            self._enter(RunState.FAILED, "failed")
+            self._fail(error)
+            raise
+        finally:
+            self._formation.close(keepers=self._saving.close())
+
+    def _to_an_end(self) -> Outcome:
         incident: Incident | None = None
         try:
             self._enter(RunState.PLACING, "starting workers")
@@ -174,19 +187,17 @@ class Controller:
                     done = self._form(incident)
                     incident = None
                     done = self._train(done)
+                    if self._stop.requested and max(self._checkpoints.newest_step, 0) < done:
+                        self._saving.save_now(done)  # it was asked for since the last step
                     if done >= self._spec.total_steps or self._stop.requested:
-                        outcome = self._finish(done)
-                        self._enter(RunState.DONE, outcome.status)
-                        return outcome
+                        return self._finish(done)
                     incident = Incident(began=self._clock(), attempted=done)  # a larger world is possible
                 except WorkerError as error:
                     incident = self._interrupted(error, incident)
-        except BaseException as error:
-            self._enter(RunState.FAILED, "failed")
-            self._fail(error)
-            raise
-        finally:
-            self._formation.close(keepers=self._saving.close())
+        except Stopped:
+            self._display.say("stopped while it waited for workers")
+            self._last_words(stopped=not self._local)  # a local Ray ends with this process
+            return self._finish(self._commits.committed, export=False)
 
     # -- a world, and the next one ----------------------------------------------------------------------------------
 
@@ -197,7 +208,7 @@ class Controller:
         self._enter(RunState.CONNECTING if first else RunState.RECOVERING, "connecting" if first else "recovering")
         committed = self._commits.committed
         source = self._formation.form(incident, self._commits, first=first)
-        if not first or source.kind != "start":
+        if not first or source.kind != "start" or committed > 0:
             self._announce(incident, source, committed=committed, first=first)
         self._attempted = source.step
         self._display.resume(source.step)
@@ -222,12 +233,23 @@ class Controller:
             causes=[{"rank": r, "node": n, "cause": c} for r, n, c in incident.causes],
         )
         if first:
-            where = f"checkpoint {Path(source.path).name}" if source.path else "the memory of the cluster"
-            self._display.say(f"continuing after step {source.step} (from {where})")
+            self._display.say(self._continues(source, logged=committed))
             return
         g = self._formation.world.grid
         grid = f"dp {g.dp} x cp {g.cp} (ring {g.ring}, ulysses {g.ulysses})"
         self._display.say(human(incident, now=self._clock(), lost=lost, redone=redone, grid=grid))
+
+    def _continues(self, source: Source, *, logged: int) -> str:
+        """What the driver of a run that was begun before says first; `logged`: the newest step in the log."""
+        if source.kind == "start":
+            return (
+                f"no copy in memory and no checkpoint of the {logged} logged steps was found in "
+                f"{self._checkpoints.root.where}: they are computed again (if the checkpoints are elsewhere, stop, and "
+                "set elastic.checkpoint_dir to that place)"
+            )
+        where = f"checkpoint {Path(source.path).name}" if source.path else "the memory of the cluster"
+        again = f"; the logged steps after it, up to {logged}, are computed again" if logged > source.step else ""
+        return f"continuing after step {source.step} (from {where}){again}"
 
     def _interrupted(self, error: WorkerError, incident: Incident | None) -> Incident:
         """Takes in a failure.
@@ -258,6 +280,8 @@ class Controller:
         total = self._spec.total_steps
         if done >= total:  # its checkpoint was not committed when a rank, or the driver, was lost
             self._saving.save_now(done)
+        elif self._stop.requested:  # while the world was formed
+            return done
         self._evaluate_if_due(done)
         for step in range(done + 1, total + 1):
             self._one_step(step)
@@ -268,7 +292,7 @@ class Controller:
                 self._saving.after(step)
             self._saving.look_after()
             self._evaluate_if_due(step)
-            if stopping and not last:
+            if self._stop.requested and not last:
                 return step
             try:
                 self._formation.grow()
@@ -330,20 +354,21 @@ class Controller:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, step: int) -> Outcome:
-        export: Path | None = None
+    def _finish(self, step: int, *, export: bool = True) -> Outcome:
+        exported: Path | None = None
         checkpoint = self._checkpoints.newest
         local = Storage.of(checkpoint).local_path() if checkpoint is not None else None
-        if step >= self._spec.total_steps and checkpoint is not None and self._checkpoints.newest_step == step:
-            export = self._export(step, checkpoint)
-        status = "finished" if export is not None else "stopped"
+        whole = step >= self._spec.total_steps and self._checkpoints.newest_step == step
+        if export and whole and checkpoint is not None:
+            exported = self._export(step, checkpoint)
+        status = "finished" if exported is not None else "stopped"
         self._picture()
         now = self._clock()
         goodput = self._time.goodput(now, self._commits.committed)
         self._events.write("run_finished", steps=step, seconds=now - self._time.began, goodput=goodput, status=status)
         self._record.set_status(status, step=step)
         self._display.phase(status)
-        return Outcome(status=status, checkpoint=local or checkpoint, export=export, goodput=goodput)
+        return Outcome(status=status, checkpoint=local or checkpoint, export=exported, goodput=goodput)
 
     def _export(self, step: int, checkpoint: str) -> Path:
         """Rank 0 writes the trained model from the checkpoint of the last step."""
@@ -376,16 +401,24 @@ class Controller:
     def _fail(self, error: BaseException) -> None:
         """Records the failure, and brings what is committed in memory to storage."""
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        unrecorded = f"the failure could not be recorded in {self._folder}"  # a full disk, or another driver has the run
+        if stopped:
+            self._attempt(lambda: self._record.set_status("stopped", step=self._commits.committed), unrecorded)
+        self._last_words(stopped=stopped)
+        self._attempt(lambda: self._record_failure(error, stopped=stopped), unrecorded)
+
+    def _last_words(self, *, stopped: bool) -> None:
+        self._attempt(
+            lambda: self._saving.last_words(stopped=stopped, local=self._local),
+            "the last committed step could not be brought to storage",
+        )
+
+    def _attempt(self, body: Callable[[], None], problem: str) -> None:
+        """Says `problem` if `body` fails: what ends the run is something else, and must be what is raised."""
         try:
-            if stopped:
-                self._record.set_status("stopped", step=self._commits.committed)
-            self._saving.last_words(stopped=stopped, local=self._local)
-        except (OSError, RaycpError) as second:  # what is raised must be the first error
-            self._display.say(f"the last committed step could not be brought to storage: {second}")
-        try:
-            self._record_failure(error, stopped=stopped)
-        except (OSError, RaycpError) as second:  # a full disk, or another driver has the run
-            self._display.say(f"the failure could not be recorded in {self._folder}: {second}")
+            body()
+        except (OSError, RaycpError) as second:
+            self._display.say(f"{problem}: {second}")
 
     def _record_failure(self, error: BaseException, *, stopped: bool) -> None:
         step = self._commits.committed

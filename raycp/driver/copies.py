@@ -181,22 +181,24 @@ def snapshot_budget(state_bytes: int, ranks_on_node: int, world: int, nodes: int
     return SnapshotBudget(image=image, needed=needed, available=available, room=room, message=message)
 
 
-def budget_of(
-    takes: Mapping[str, int], probes: Sequence[Probe], state_bytes: int, held: Mapping[str, int]
-) -> SnapshotBudget:
+def budget_of(takes: Mapping[str, int], free: Mapping[str, int], state_bytes: int) -> SnapshotBudget:
     """As `snapshot_budget`, for a world.
 
     Args:
         takes: {node id: ranks there}.
-        probes: of the workers. What a worker found free when it started counts, of each node the most: later ones find
-            the run itself there.
+        free: {node id: bytes} that were free there before the run took any.
         state_bytes: of the whole training state.
-        held: {node id: bytes} of copies that were there before: what comes takes their place.
     """
-    free: dict[str, int] = {}
+    ranks = {node_id: count for node_id, count in takes.items() if count}
+    available = int(SHARE_OF_HOST * min(free[node_id] for node_id in ranks))
+    return snapshot_budget(state_bytes, max(ranks.values()), sum(ranks.values()), len(ranks), available)
+
+
+def most_free(probes: Sequence[Probe], known: Mapping[str, int]) -> dict[str, int]:
+    """{node id: bytes}: the most that a worker found free there when it started, and that was known before: one that
+    comes later finds the run itself there, and its copies.
+    """
+    free = dict(known)
     for probe in probes:
         free[probe.node_id] = max(probe.host_memory, free.get(probe.node_id, 0))
-    taken = {node_id: ranks for node_id, ranks in takes.items() if ranks}
-    least = min(free[node_id] + held.get(node_id, 0) for node_id in taken)
-    ranks = taken.values()
-    return snapshot_budget(state_bytes, max(ranks), sum(ranks), len(taken), int(SHARE_OF_HOST * least))
+    return free

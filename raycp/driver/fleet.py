@@ -118,7 +118,9 @@ class Fleet:
 
     # -- the start --------------------------------------------------------------------------------------------------
 
-    def staff(self, workers: int, *, spares: int, cp: int, timeout: float) -> None:
+    def staff(
+        self, workers: int, *, spares: int, cp: int, timeout: float, check_stop: Callable[[], None] = lambda: None
+    ) -> None:
         """Places and probes the first workers, and spares where there is room for them.
 
         Args:
@@ -126,18 +128,19 @@ class Fleet:
             spares: how many more are wanted.
             cp: ranks of one pack, which are kept on as few nodes as possible.
             timeout: seconds to wait for room.
+            check_stop: called about once a second meanwhile; what it raises ends this.
 
         Raises:
             ClusterError: no room in time, or something is wrong on a node: all of it in one report.
         """
-        reservation = self._reserve(workers, spares, cp, timeout)
+        reservation = self._reserve(workers, spares, cp, timeout, check_stop)
         self._add(reservation)
         if not self._cluster.started_here:  # a local Ray imports from the driver's own folders
             check_packages([share.node for share in reservation.shares])
         for seat in self._seats:
             self._hire(seat)
         for attempt in range(1, START_ATTEMPTS + 1):
-            failure = self._first_probes(time.monotonic() + timeout + 120)
+            failure = self._first_probes(time.monotonic() + timeout + 120, check_stop)
             raise_if_any([p for q in {w.probe.node_id: w.probe for w in self._workers}.values() for p in _problems(q)])
             if len(self._workers) >= workers:
                 break
@@ -147,13 +150,14 @@ class Fleet:
                     fix="look at the node's log (memory, Python environment); then run the same command again",
                 ) from failure
             self._say(f"a worker died while it started; starting another one ({cause_of(failure)})")
-            self._fill_up(workers, cp=cp, timeout=timeout)
+            self._fill_up(workers, cp=cp, timeout=timeout, check_stop=check_stop)
         self._sort()
 
-    def _first_probes(self, deadline: float) -> BaseException | None:
+    def _first_probes(self, deadline: float, check_stop: Callable[[], None]) -> BaseException | None:
         """Waits for all that were hired; those that are ready become workers. The first failure, if there is one."""
         failure: BaseException | None = None
         while self._recruits:
+            check_stop()
             ray.wait([r.probe for r in self._recruits], num_returns=1, timeout=LOOK_SECONDS)
             alive = {n.node_id for n in live_nodes()}
             for recruit in list(self._recruits):
@@ -171,28 +175,33 @@ class Fleet:
                     ray.kill(recruit.actor, no_restart=True)
         return failure
 
-    def _fill_up(self, workers: int, *, cp: int, timeout: float) -> None:
+    def _fill_up(self, workers: int, *, cp: int, timeout: float, check_stop: Callable[[], None]) -> None:
         """Hires again where somebody died, and elsewhere where a node did."""
         self._forget_dead({n.node_id for n in live_nodes()})
         taken = {w.seat for w in self._workers}
         free = [s for s in self._seats if s not in taken]
         missing = workers - len(self._workers) - len(free)
         if missing > 0:
-            free += self._add(self._reserve(missing, 0, cp, timeout))
+            free += self._add(self._reserve(missing, 0, cp, timeout, check_stop))
         for seat in free:
             self._hire(seat)
 
-    def _reserve(self, workers: int, spares: int, cp: int, timeout: float) -> Reservation:
+    def _reserve(
+        self, workers: int, spares: int, cp: int, timeout: float, check_stop: Callable[[], None]
+    ) -> Reservation:
         deadline = time.monotonic() + timeout
         told = False
         while True:
+            check_stop()
             nodes = live_nodes()
             shares = allocate(nodes, workers + spares, self._resource, cp=cp) if spares else None
             shares = shares or allocate(nodes, workers, self._resource, cp=cp)
             if shares is not None:
                 left = max(deadline - time.monotonic(), 5.0)
                 try:
-                    return Reservation.make(shares, self._resource, timeout=min(left, 60.0))
+                    return Reservation.make(
+                        shares, self._resource, timeout=min(left, 60.0), check_stop=check_stop
+                    )
                 except ClusterError:  # another job was faster
                     if time.monotonic() >= deadline:
                         raise

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from data_pipeline import Cursor, StepSchedule
 from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.commits import Commits
-from raycp.driver.copies import Room, budget_of
+from raycp.driver.copies import Room, budget_of, most_free
 from raycp.driver.keepers import KeeperLost
 from raycp.driver.membership import Member
 from raycp.driver.placement import share_out
 from raycp.driver.record import RunRecord
-from raycp.driver.recovery import Incident, Phase, Repeaters, no_world
+from raycp.driver.recovery import Incident, Phase, Repeaters, no_world, waiting
 from raycp.driver.runtime import KeepersLike, RanksLike, Runtime
 from raycp.driver.worlds import World, Worlds
 from raycp.errors import ClusterError, WorkerError
@@ -64,6 +64,7 @@ class Formation:
         secret: of the run; keepers talk to nobody else.
         say: shows a message to the person.
         started: is told, once, which world the run begins with.
+        check_stop: called while nothing but waiting is done; raises if a person wants the run to stop.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Formation:
         secret: bytes,
         say: Callable[[str], None],
         started: Callable[[World], None],
+        check_stop: Callable[[], None],
     ) -> None:
         self._spec = spec
         self._elastic = spec.config.elastic
@@ -91,6 +93,7 @@ class Formation:
         self._secret = secret
         self._say = say
         self._started = started
+        self._check_stop = check_stop
         self._fleet = runtime.fleet
         self._shared_memory = not spec.device.is_accelerator
         self._ranks: RanksLike | None = None
@@ -99,7 +102,8 @@ class Formation:
         self._store: Any = None
         self._repeaters = Repeaters()
         self._judged: tuple[list[Probe], World | None] | None = None
-        self._state_bytes, self._held = 0, dict[str, int]()
+        self._state_bytes, self._free = 0, dict[str, int]()
+        self._alone = False
         self.room = Room.AMPLE
         self.memory: KeepersLike | None = None
 
@@ -122,19 +126,23 @@ class Formation:
 
         Raises:
             ClusterError: no room in time, or something is wrong on a node.
+            Stopped: a person has stopped the run meanwhile.
         """
-        dp, cp = self._worlds.limits.wanted
-        self._fleet.staff(dp * cp, spares=self._elastic.spares, cp=cp, timeout=self._elastic.wait_for_capacity)
-        self._state_bytes, self._held = state_bytes, self._runtime.held()
-        probes = [w.probe for w in self._fleet.workers]
+        (dp, cp), elastic = self._worlds.limits.wanted, self._elastic
+        seconds = elastic.wait_for_capacity
+        self._fleet.staff(dp * cp, spares=elastic.spares, cp=cp, timeout=seconds, check_stop=self._check_stop)
+        held, probes = self._runtime.held(), [w.probe for w in self._fleet.workers]
+        self._state_bytes = state_bytes
+        self._free = {n: b + held.get(n, 0) for n, b in most_free(probes, {}).items()}
         takes = share_out(Counter(p.node_id for p in probes), dp * cp, cp=cp)
         assert takes is not None, "the fleet has them"
-        if self._weigh(takes) is not Room.NONE or self._held:
+        if self._weigh(takes) is not Room.NONE or held:
             self.memory = self._runtime.keepers(self._fleet.nodes, generation=self._record.generation)
 
     def _weigh(self, takes: Mapping[str, int]) -> Room:
         """What the nodes of a world have room for, told where it has changed."""
-        budget = budget_of(takes, [w.probe for w in self._fleet.workers], self._state_bytes, self._held)
+        self._free = most_free([w.probe for w in self._fleet.workers], self._free)
+        budget = budget_of(takes, self._free, self._state_bytes)
         if budget.room is not self.room and budget.message:
             self._say(budget.message)
         self.room = budget.room
@@ -207,7 +215,9 @@ class Formation:
             self._say(f"checkpoint storage {self._checkpoints.root.where} does not take a write ({error}): going on")
 
     def _plan(self, incident: Incident, *, first: bool) -> World:
-        """The world for the workers that are left; waits for more where the configuration says so."""
+        """The world for the workers that are left; waits for more where the configuration says so, but not for a
+        person who wants the run to stop.
+        """
         elastic, wanted = self._elastic, self._worlds.limits.wanted
         least = wanted[0] * wanted[1] if elastic.on_loss == "wait" else 1
         deadline = self._runtime.clock() + elastic.wait_for_capacity
@@ -218,20 +228,12 @@ class Formation:
             world = self._worlds.choose(probes, shared_memory=self._shared_memory, first=first)
             if world is not None and world.grid.world_size >= least:
                 return world
+            keeps = least if world is not None else 0
             if elastic.on_loss == "shrink" or self._runtime.clock() >= deadline:
-                raise no_world(
-                    len(probes), incident, self._worlds.limits, elastic, keeps=least if world is not None else 0
-                )
+                raise no_world(len(probes), incident, self._worlds.limits, elastic, keeps=keeps)
+            self._check_stop()
             if not told:
-                why = (
-                    f"it keeps its {least} ranks (elastic.on_loss='wait')"
-                    if world is not None
-                    else "its limits ask for more"
-                )
-                self._say(
-                    f"{len(probes)} healthy workers are left for the run, and {why}: waiting up to "
-                    f"{elastic.wait_for_capacity:.0f} s for others"
-                )
+                self._say(waiting(len(probes), elastic, keeps=keeps))
                 told = True
             self._fleet.recruit(self._worlds.limits.workers[1])
             self._runtime.sleep(0.2)
@@ -247,7 +249,13 @@ class Formation:
         self._ranks = self._runtime.ranks(members, self._record.generation, is_stopped=self._is_stopped)
         if self.memory is not None:
             self._add_keepers()
-            self.memory.assign(self._record.generation, [m.probe.node_id for m in members])
+            self._assign(self.memory)
+
+    def _assign(self, memory: KeepersLike) -> None:
+        """Tells the keepers whose ranks they have, and where replicas go."""
+        homes = [m.probe.node_id for m in self.ranks.members]
+        self._alone = len(memory.addresses) == 1
+        memory.assign(self._record.generation, homes)
 
     def _connect(self, world: World) -> None:
         self._store = self._runtime.open_store()  # held here only: dropping it frees whoever waits in it
@@ -380,7 +388,7 @@ class Formation:
                 self.memory.drop(one.node_id)
             try:
                 self._add_keepers()
-                self.memory.assign(self._record.generation, [m.probe.node_id for m in self.ranks.members])
+                self._assign(self.memory)
                 break
             except KeeperLost as another:
                 left = [another]
@@ -429,6 +437,8 @@ class Formation:
         if self.memory is not None:
             for node in self._fleet.nodes:
                 self.memory.begin(node)
+            if self._alone and len(self.memory.addresses) > 1:
+                self._assign(self.memory)  # replicas have a home again
 
     def _idle_lost(self, lost: Sequence[Any]) -> None:
         """Spares have ended, or do not answer; with them the keeper of their node, if the node is gone."""
@@ -442,7 +452,7 @@ class Formation:
         for node_id in silent:
             self._fleet.avoid(node_id)
         if silent and self.memory is not None:
-            self.memory.assign(self._record.generation, homes)
+            self._assign(self.memory)
 
     def _add_keepers(self) -> None:
         """A keeper on every node of a rank; on the nodes of spares they start beside the run.

@@ -47,6 +47,8 @@ class Flush:
 
     def __init__(self, calls: Mapping[Any, str]) -> None:
         self._calls = dict(calls)
+        self.writers = len(self._calls)
+        """How many keepers write."""
 
     def poll(self) -> bool:
         """Whether all is written.

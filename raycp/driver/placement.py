@@ -6,7 +6,8 @@ never spans nodes, so that dropping a node drops one group and leaves the other 
 `allocate` and `order_ranks` are pure. Costs about 10 ms of scheduling per node.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,20 +114,39 @@ class Reservation:
         return cls(shares, made)
 
     @classmethod
-    def make(cls, shares: Sequence[NodeShare], resource: str | None, *, timeout: float) -> "Reservation":
+    def make(
+        cls,
+        shares: Sequence[NodeShare],
+        resource: str | None,
+        *,
+        timeout: float,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> "Reservation":
         """Reserves every node's bundles.
+
+        Args:
+            shares: which node gives how many.
+            resource: of a bundle, beside a CPU.
+            timeout: seconds to wait.
+            check_stop: called about once a second meanwhile; what it raises ends this.
 
         Raises:
             ClusterError: a node could not give them within `timeout` seconds.
         """
         reservation = cls.begin(shares, resource)
-        if not reservation.ready(timeout):
+        deadline = time.monotonic() + timeout
+        try:
+            while not reservation.ready(max(0.0, min(1.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise ClusterError(
+                        f"the cluster did not give {sum(s.ranks for s in shares)} bundles of "
+                        f"{resource or 'CPU'} within {timeout:.0f} s",
+                        fix="wait until other jobs have ended, or ask for fewer workers",
+                    )
+                check_stop()
+        except BaseException:
             reservation.release()
-            raise ClusterError(
-                f"the cluster did not give {sum(s.ranks for s in shares)} bundles of "
-                f"{resource or 'CPU'} within {timeout:.0f} s",
-                fix="wait until other jobs have ended, or ask for fewer workers",
-            )
+            raise
         return reservation
 
     def ready(self, timeout: float) -> bool:

@@ -149,6 +149,15 @@ def no_world(
     )
 
 
+def waiting(workers: int, elastic: ElasticConfig, *, keeps: int) -> str:
+    """One line for the person while a run waits for workers; arguments as for `no_world`."""
+    why = f"it keeps its {keeps} ranks (elastic.on_loss='wait')" if keeps else "its limits ask for more"
+    return (
+        f"{workers} healthy workers are left for the run, and {why}: waiting up to {elastic.wait_for_capacity:.0f} s "
+        "for others"
+    )
+
+
 def human(incident: Incident, *, now: float, lost: int, redone: int, grid: str) -> str:
     """One line for the person: what failed, where, how long it took, what it cost, how the run goes on."""
     took = now - incident.began + incident.seconds.get(Phase.DETECT.value, 0.0)

@@ -76,6 +76,7 @@ class Saving:
         self._clock = clock
         self._lost: list[KeeperLost] = []
         self._refusal = ""
+        self._failing = False
         self._awaited: tuple[int | None, float] = (None, 0.0)
         self._beats: _Beats | None = None
         self._unsaved = False
@@ -115,7 +116,7 @@ class Saving:
         """`step` was reported and is neither the last one nor one to stop at: a checkpoint of it may be due."""
         if not self._is_saved(step):
             return
-        late = self.commits.committed < step - self._elastic.checkpoint_every and not self._checkpoints.writing
+        late = self._failing and self.commits.committed < step - self._elastic.checkpoint_every
         if not self._copies or late:
             self.save_by_ranks(step)  # nothing is in memory, or copies fail again and again
         else:
@@ -155,12 +156,13 @@ class Saving:
             memory.drop(lost.node_id)  # before the other keepers, which are waited for, hear of it
         self.commits.lost_copies()
         self._lost.append(lost)
+        self._failing = True
 
     def _take(self, timeout: float = 0.0) -> None:
         """Commits what has arrived, or arrives within `timeout` seconds; gives up what will not."""
         try:
             if self.commits.advance(timeout):
-                self._refusal = ""
+                self._refusal, self._failing = "", False
         except KeeperLost as lost:
             self.let_go(lost)
         except CopyRefused as refused:
@@ -195,7 +197,7 @@ class Saving:
 
     def _refused(self, refused: CopyRefused) -> None:
         """The node of a copy's second home is short of memory, or not reached from the first one, or nobody knows."""
-        d = refused.details
+        d, self._failing = refused.details, True
         self._events.write(
             "snapshot_failed", rank=None, node=d["node_id"], cause=refused.message, step=self.commits.committed
         )
@@ -206,7 +208,7 @@ class Saving:
 
     def _copies_failed(self, problems: dict[int, str]) -> None:
         """Copies of some ranks were not made, though no keeper is known to be lost: they begin anew."""
-        self.copy_problems = {}
+        self.copy_problems, self._failing = {}, True
         for rank, problem in problems.items():
             self._events.write("snapshot_failed", rank=rank, cause=problem, step=self.commits.committed)
             self._display.say(f"the copy of rank {rank} in memory was not made, and is tried again: {problem}")
@@ -221,6 +223,8 @@ class Saving:
                 raise AssertionError(f"step {step} was never reported")
             if self._lost:
                 self._replace()
+            elif self.copy_problems:
+                self._copies_failed(self.copy_problems)
             if self._formation.room is Room.TIGHT:
                 self._checkpoints.settle(PATIENCE * self._elastic.heartbeat_timeout, meanwhile=self._take)
             if self._copies and self.commits.committed < step and not self.commits.expects(step):
@@ -296,8 +300,12 @@ class Saving:
         self._unsaved = True
         if self.commits.known and not stopped:
             self._flush(max(self.commits.known), LAST_SECONDS)
-        manifest = self.commits.newest
-        if manifest is None or manifest.step <= self._checkpoints.newest_step:
+        manifest, stored = self.commits.newest, self._checkpoints.newest_step
+        if manifest is None:  # nothing was restored yet: what an earlier driver left is all that there is
+            point = memory.newest(())
+            manifest = None if point is None else point.manifest
+            stored = stored if manifest is None else self._checkpoints.stored_step()
+        if manifest is None or manifest.step <= stored:
             self._unsaved = False
             return
         handle = memory.persist(manifest, step_folder(self._checkpoints.root, manifest.step).where, commit=True)

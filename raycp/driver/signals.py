@@ -1,8 +1,8 @@
 """How a person or a scheduler stops a run.
 
-Guarantees: the first SIGINT (Ctrl-C) lets the current step end, saves a checkpoint and ends the run as "stopped"; a
-second one interrupts at once; SIGTERM ends the run at once through the normal clean-up (no actor stays behind), with
-the record saying "stopped". Handlers are put back on exit; outside the main thread nothing is installed.
+Guarantees: the first SIGINT (Ctrl-C) lets the current step end, saves a checkpoint and ends the run as "stopped", at
+once where it only waits for workers (`Stopped`); a second one interrupts at once; SIGTERM ends the run at once through
+the normal clean-up (no actor stays behind), with the record saying "stopped". Handlers are put back on exit; outside the main thread nothing is installed.
 """
 
 import signal
@@ -10,6 +10,10 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+
+class Stopped(Exception):  # noqa: N818  (nothing has failed)
+    """A person has asked the run to stop, which only waited."""
 
 
 class StopSignal:
@@ -23,6 +27,15 @@ class StopSignal:
         self.requested = False
         self._tell = tell
         self._old: dict[int, Any] = {}
+
+    def check(self) -> None:
+        """For whoever waits, about once a second.
+
+        Raises:
+            Stopped: a person has asked the run to stop.
+        """
+        if self.requested:
+            raise Stopped
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

@@ -253,7 +253,8 @@ class FakeCluster:
         names = sorted({w.probe.node_id for w in self.workers})
         return [NodeInfo(node_id=n, address=n, total={}, free={}) for n in names]
 
-    def staff(self, workers: int, *, spares: int, cp: int, timeout: float) -> None:
+    def staff(self, workers: int, *, spares: int, cp: int, timeout: float, check_stop: Callable[[], None]) -> None:
+        check_stop()
         self._start(workers + spares)
         assert len(self.workers) >= workers
 
@@ -746,10 +747,14 @@ class FakeKeepers:
                 self.world.disk[folder] = (manifest.step, self.world.states[manifest.step, manifest.shards])
             return left[0] < 0
 
+        def wait(timeout: float) -> bool:
+            self.world.sleep(timeout if left[0] >= 0 else 0.0)
+            return poll()
+
         if commit:  # whoever ordered that does not look
             while not poll():
                 pass
-        return SimpleNamespace(poll=poll, wait=lambda timeout: (self.world.sleep(timeout), poll())[1])
+        return SimpleNamespace(writers=2, poll=poll, wait=wait)
 
     def unreachable(self, seconds: float, suspects: Collection[str] = ()) -> list[str]:
         return [n for n in self.addresses if n in self.gone or (n in suspects and n in self.frozen)]
@@ -774,7 +779,7 @@ class FakeCheckpoints(Checkpoints):
         super().__init__(Storage.of(folder / "checkpoints"), keep=3, events=events, say=lambda text: None)
         self.manifests: dict[str, Manifest] = {}
 
-    def find(self) -> Newest:
+    def _search(self) -> Newest:
         if not self.manifests:
             return Newest(None, None, ())
         where, manifest = max(self.manifests.items(), key=lambda x: x[1].step)

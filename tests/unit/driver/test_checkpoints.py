@@ -31,6 +31,7 @@ class Writers:
     writes: list[BaseException | None] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     busy: int = 0
+    writers: int = 2
 
     def persist(self, manifest: Manifest, folder: str, *, commit: bool = False) -> Any:
         self.asked.append(manifest.step)
@@ -236,7 +237,8 @@ def test_a_start_from_storage_waits_for_the_commit_that_is_on_its_way(
     assert checkpoints.newest_step == -1
     checkpoints.forget()
     checkpoints.find()
-    assert (stored, checkpoints.newest_step) == ([1], 5)
+    assert stored == [1]
+    assert [e["step"] for e in read_events(tmp_path / "events.jsonl") if e["event"] == "checkpoint"] == [5]
 
 
 def test_a_damaged_newest_checkpoint_is_not_taken_for_newer_than_memory_later(
@@ -247,3 +249,49 @@ def test_a_damaged_newest_checkpoint_is_not_taken_for_newer_than_memory_later(
     assert checkpoints.stored_step() == 5
     checkpoints.loaded("step-00000003", 3)  # 5 was damaged
     assert checkpoints.stored_step() == 3
+
+
+def test_a_write_that_takes_longer_than_any_storage_is_given_up_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount whose server was away: no checkpoint was made any more, and nobody said so."""
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+    checkpoints, writers = make(tmp_path), Writers(busy=10**9)
+    order(checkpoints, writers, 5)
+    checkpoints.advance(writers, manifest(6))
+    assert failures(tmp_path) == 0
+    time.sleep(0.3)
+    checkpoints.advance(writers, manifest(7))
+    assert not checkpoints.writing
+    (event,) = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "checkpoint_failed"]
+    assert (event["step"], "whether the storage answers" in event["fix"]) == (5, True)
+    writers.busy = 0
+    order(checkpoints, writers, 10)
+    checkpoints.advance(writers, manifest(10))
+    assert checkpoints.newest_step == 10
+
+
+def test_a_storage_that_was_slow_once_may_be_so_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
+    checkpoints, writers = make(tmp_path), Writers()
+    order(checkpoints, writers, 5)
+    time.sleep(0.3)
+    checkpoints.advance(writers, manifest(5))
+    assert checkpoints.newest_step == 5
+    writers.busy = 1
+    order(checkpoints, writers, 10)
+    time.sleep(0.8)  # more than 0.5, and less than four times 0.3
+    for _ in range(2):
+        checkpoints.advance(writers, manifest(10))
+    assert (checkpoints.newest_step, failures(tmp_path)) == (10, 0)
+
+
+def test_a_commit_that_hangs_is_told_once_and_still_counts_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+    slow_storage(monkeypatch, 1.0, [])
+    checkpoints, _ = real(tmp_path)
+    order(checkpoints, Writers(), 5)
+    advance_until(checkpoints, Writers(), lambda: checkpoints.newest_step == 5)
+    assert failures(tmp_path) == 1

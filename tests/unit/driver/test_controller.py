@@ -103,10 +103,10 @@ class Run:
             return self.controller.run()
 
 
-def truth(steps: int = TOTAL) -> str:
-    """The state after `steps` steps of an uninterrupted run."""
+def truth(steps: int | None = None) -> str:
+    """The state after `steps` steps of an uninterrupted run, by default after all."""
     state = START
-    for step in range(1, steps + 1):
+    for step in range(1, (TOTAL if steps is None else steps) + 1):
         state = after(state, step, SCHEDULE.pack_ids(step))
     return state
 

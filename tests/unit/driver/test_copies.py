@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from raycp.driver.copies import Room, budget_of, newest_point, replica_homes, snapshot_budget
+from raycp.driver.copies import Room, budget_of, most_free, newest_point, replica_homes, snapshot_budget
 from raycp.training.manifest import Manifest, ShardEntry, ShardRecord, shard_file
 from tests.snapshots import manifest_of
 from workers.keeper import HeldShard, Inventory
@@ -152,13 +152,13 @@ def test_over_the_budget_the_interval_grows_and_then_copies_are_left_out_and_bot
     assert "elastic.checkpoint_every" in none.message
 
 
-def test_memory_of_a_node_is_what_its_first_worker_found_and_what_was_copied_there_before() -> None:
-    """A driver that continued a run took the run's own copies for memory that others use, and left them."""
-    probes = [probe("a", 100), probe("a", 10), probe("b", 60)]  # the second worker of a came when the run had memory
-    takes, state = {"a": 1, "b": 1, "c": 0}, 2
-    assert budget_of(takes, probes, state, {}).available == 30
-    assert budget_of(takes, probes, state, {"b": 20}).available == 40
-    assert budget_of(takes, probes, state, {"b": 60}).available == 50
+def test_memory_of_a_node_is_what_was_found_free_there_before_the_run_took_any() -> None:
+    """Workers that came later found the run's own copies there, and for want of memory no more were made."""
+    free = most_free([probe("a", 100), probe("a", 10), probe("b", 60)], {})
+    assert free == {"a": 100, "b": 60}
+    free = most_free([probe("a", 30), probe("c", 5)], free)
+    assert free == {"a": 100, "b": 60, "c": 5}
+    assert budget_of({"a": 1, "b": 1, "c": 0}, free, 2).available == 30
 
 
 def probe(node_id: str, free: int) -> Probe:
