@@ -228,6 +228,8 @@ class Campaign:
             self.done.add(mark)
             if strike.fault not in ("exception", "disk full"):
                 struck = time.time()
+                if strike.fault == "node joins":  # a rank that stood still for as long as a node starts would be lost
+                    self.script.say(f"done-{mark}", struck=struck)
                 self._strike(strike, reached)
                 self.script.say(f"done-{mark}", struck=struck)
 
