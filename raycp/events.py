@@ -45,7 +45,7 @@ class EventLog:
         return line
 
     def _append(self, line: bytes) -> None:
-        """All of it, or nothing: what is refused must not come with the next line, when somebody has written it anew."""
+        """All of it, or nothing: what is refused must not come with the next line, after it was written anew."""
         self._cut_refused()
         length = os.fstat(self._file).st_size
         try:

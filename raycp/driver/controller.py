@@ -401,7 +401,7 @@ class Controller:
     def _fail(self, error: BaseException) -> None:
         """Records the failure, and brings what is committed in memory to storage."""
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        unrecorded = f"the failure could not be recorded in {self._folder}"  # a full disk, or another driver has the run
+        unrecorded = f"the failure could not be recorded in {self._folder}"  # it is full, or another driver has the run
         if stopped:
             self._attempt(lambda: self._record.set_status("stopped", step=self._commits.committed), unrecorded)
         self._last_words(stopped=stopped)

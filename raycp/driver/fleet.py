@@ -199,9 +199,7 @@ class Fleet:
             if shares is not None:
                 left = max(deadline - time.monotonic(), 5.0)
                 try:
-                    return Reservation.make(
-                        shares, self._resource, timeout=min(left, 60.0), check_stop=check_stop
-                    )
+                    return Reservation.make(shares, self._resource, timeout=min(left, 60.0), check_stop=check_stop)
                 except ClusterError:  # another job was faster
                     if time.monotonic() >= deadline:
                         raise

@@ -2,7 +2,8 @@
 
 Guarantees: the first SIGINT (Ctrl-C) lets the current step end, saves a checkpoint and ends the run as "stopped", at
 once where it only waits for workers (`Stopped`); a second one interrupts at once; SIGTERM ends the run at once through
-the normal clean-up (no actor stays behind), with the record saying "stopped". Handlers are put back on exit; outside the main thread nothing is installed.
+the normal clean-up (no actor stays behind), with the record saying "stopped". Handlers are put back on exit; outside
+the main thread nothing is installed.
 """
 
 import signal

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -13,6 +14,8 @@ from raycp.config import FitConfig
 from raycp.driver import fleet
 from raycp.driver.cluster import ClusterHandle, live_nodes
 from raycp.driver.fleet import Fleet
+from raycp.driver.placement import NodeShare, Reservation, slots
+from raycp.driver.signals import Stopped, StopSignal
 from raycp.plan import CostModel
 from raycp.training.device import resolve_device
 from raycp.training.spec import ModelSpec
@@ -33,6 +36,8 @@ class Applicant:
         node_id = ray.get_runtime_context().get_node_id()
         (self.folder / f"hired-{node_id}-{os.getpid()}").touch()
         bad = (self.folder / f"bad-{node_id}").exists()
+        while (self.folder / "slow").exists():
+            time.sleep(0.1)
         return Probe(
             node_id=node_id,
             address=ray.util.get_node_ip_address(),
@@ -46,6 +51,28 @@ class Applicant:
         return
 
 
+def spec_in(folder: Path) -> RunSpec:
+    return RunSpec(
+        run_id="run",
+        output_dir=str(folder),
+        model=ModelSpec(kind="hub", source="none"),
+        model_fingerprint="",
+        tokenizer_folder="",
+        device=resolve_device("cpu", {}),
+        dtype="float32",
+        config=FitConfig(),
+        total_steps=1,
+        cost=CostModel(),
+        train=STORE,
+        evaluation=None,
+    )
+
+
+def fleet_in(folder: Path, say: Callable[[str], None]) -> Fleet:
+    handle = ClusterHandle(started_here=True, in_job=False, driver_address="127.0.0.1")
+    return Fleet(spec_in(folder), handle, say)
+
+
 class Hiring:
     """A fleet whose first worker is there; `home` is its node, `other` the one that has none.
 
@@ -55,22 +82,7 @@ class Hiring:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.said = folder, list[str]()
-        spec = RunSpec(
-            run_id="run",
-            output_dir=str(folder),
-            model=ModelSpec(kind="hub", source="none"),
-            model_fingerprint="",
-            tokenizer_folder="",
-            device=resolve_device("cpu", {}),
-            dtype="float32",
-            config=FitConfig(),
-            total_steps=1,
-            cost=CostModel(),
-            train=STORE,
-            evaluation=None,
-        )
-        handle = ClusterHandle(started_here=True, in_job=False, driver_address="127.0.0.1")
-        self.fleet = Fleet(spec, handle, self.said.append)
+        self.fleet = fleet_in(folder, self.said.append)
         self.fleet.staff(1, spares=0, cp=1, timeout=60.0)
         (worker,) = self.fleet.workers
         self.home = worker.probe.node_id
@@ -130,3 +142,66 @@ def test_nobody_is_hired_again_on_a_node_that_was_refused(hiring: Hiring) -> Non
     assert "its clock runs backwards" in said
     assert not hiring.recruit(lambda: hiring.hired(hiring.other) > 1, 8.0), "a third is wanted, and home is full"
     assert {w.probe.node_id for w in hiring.fleet.workers} == {hiring.home}
+
+
+class Person(StopSignal):
+    """Presses Ctrl-C once a condition holds; `after`: seconds from then until the wait was given up."""
+
+    def __init__(self, when: Callable[[], bool]) -> None:
+        super().__init__(lambda text: None)
+        self._when, self._asked = when, 0.0
+
+    def check(self) -> None:
+        if not self.requested and self._when():
+            self.requested, self._asked = True, time.monotonic()
+        super().check()
+
+    @property
+    def after(self) -> float:
+        return time.monotonic() - self._asked
+
+
+def free(seconds: float) -> int:
+    """Slots that are free, after so many seconds at most, when all four are."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = sum(slots(n, None, free=True) for n in live_nodes())
+        if found == 4 or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def test_ctrl_c_is_heard_while_there_is_no_room_for_the_first_workers(cluster: Cluster, tmp_path: Path) -> None:
+    """It was not heard for `wait_for_capacity`, which may be hours."""
+    said: list[str] = []
+    made, person = fleet_in(tmp_path, said.append), Person(lambda: bool(said))
+    with pytest.raises(Stopped):
+        made.staff(9, spares=0, cp=1, timeout=60.0, check_stop=person.check)
+    assert person.after < 2.0
+    made.close()
+    assert free(10.0) == 4
+
+
+def test_ctrl_c_is_heard_while_the_cluster_does_not_give_what_it_has(cluster: Cluster) -> None:
+    node = next(n for n in live_nodes() if n.total.get("CPU"))
+    began = time.monotonic()
+    person = Person(lambda: time.monotonic() > began + 1.0)
+    with pytest.raises(Stopped):
+        Reservation.make([NodeShare(node=node, ranks=3)], None, timeout=60.0, check_stop=person.check)
+    assert person.after < 2.0
+    assert free(10.0) == 4, "nothing is asked for any more"
+
+
+def test_ctrl_c_is_heard_while_the_first_workers_import(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "TrainWorker", Applicant)
+    (tmp_path / "slow").touch()
+    made, person = fleet_in(tmp_path, print), Person(lambda: len(list(tmp_path.glob("hired-*"))) == 2)
+    with pytest.raises(Stopped):
+        made.staff(2, spares=0, cp=1, timeout=60.0, check_stop=person.check)
+    assert person.after < 2.0
+    made.close()
+    assert free(10.0) == 4
+    pids = [int(p.name.rsplit("-", 1)[1]) for p in tmp_path.glob("hired-*")]
+    assert psutil.wait_procs([p for p in psutil.process_iter() if p.pid in pids], timeout=10.0)[1] == []

@@ -127,9 +127,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def test_a_line_whose_sync_failed_is_not_in_the_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(path, generation=1)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+    with monkeypatch.context() as patch:
         failing(patch, "fsync")
-        log.write_step(1, loss=2.0)
+        with pytest.raises(OSError, match="Input/output"):
+            log.write_step(1, loss=2.0)
     assert path.read_bytes() == b""
     assert log.write_step(1, loss=2.0)
     assert [e["step"] for e in read_events(path)] == [1]
@@ -137,9 +138,10 @@ def test_a_line_whose_sync_failed_is_not_in_the_log(path: Path, monkeypatch: pyt
 
 def test_what_could_not_be_taken_back_is_before_the_next_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(path, generation=1)
-    with monkeypatch.context() as patch, room_for(path, 10), pytest.raises(OSError, match="File too large"):
+    with monkeypatch.context() as patch, room_for(path, 10):
         failing(patch, "ftruncate")
-        log.write_step(1, loss=2.0)
+        with pytest.raises(OSError, match="File too large"):
+            log.write_step(1, loss=2.0)
     assert path.stat().st_size == 10
     assert log.write_step(1, loss=2.0)
     assert [e["step"] for e in read_events(path)] == [1]
@@ -150,9 +152,10 @@ def test_a_driver_that_comes_back_does_not_cut_off_what_another_one_wrote(
 ) -> None:
     """It has a line to take back, where lines of the driver that took over are now."""
     old = EventLog(path, generation=1)
-    with monkeypatch.context() as patch, room_for(path, 10), pytest.raises(OSError, match="File too large"):
+    with monkeypatch.context() as patch, room_for(path, 10):
         failing(patch, "ftruncate")
-        old.write_step(1, loss=2.0)
+        with pytest.raises(OSError, match="File too large"):
+            old.write_step(1, loss=2.0)
     new = EventLog(path, generation=2)
     new.write_step(1, loss=2.0)
     old.write("worker_lost")
