@@ -194,6 +194,7 @@ class Commits:
         manifest = self._manifest(found.step, found.shards, self.extra(found.step))
         self._may_commit()
         self._memory.commit(manifest)
+        self.newest = manifest  # also where its events cannot be written: the keepers hold nothing older any more
         for step in steps:
             self._events.write_step(step, **self._reported.pop(step))
         self._events.write(
@@ -207,5 +208,4 @@ class Commits:
         self._stalls = {s: v for s, v in self._stalls.items() if s > found.step}
         self._expected = [s for s in self._expected if s > found.step]
         self.committed = max(self.committed, found.step)
-        self.newest = manifest
         return manifest

@@ -756,6 +756,33 @@ def test_a_disk_that_is_full_does_not_hide_why_the_run_failed(tmp_path: Path, mo
     assert "could not be recorded" in run.screen.getvalue()
 
 
+def test_a_step_whose_event_could_not_be_written_goes_to_storage_and_is_logged_by_the_next_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before was asked for, which the keepers had let go: nothing was written, and a local Ray lost it all."""
+    cluster = FakeCluster(TWO_NODES)
+    run = Run(tmp_path, cluster, checkpoint_every=50)
+    write_step = EventLog.write_step
+
+    def full(log: EventLog, step: int, **fields: Any) -> bool:
+        if step == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_step(log, step, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EventLog, "write_step", full)
+        with pytest.raises(OSError, match="No space"):
+            run()
+    assert cluster.memory is not None
+    assert max(step for step, _ in cluster.disk.values()) == 4
+    assert cluster.memory.closed, "all of it is on storage"
+    again = Run(tmp_path, FakeCluster(TWO_NODES), checkpoint_every=50)
+    again.cluster.disk = cluster.disk
+    again.checkpoints.manifests = dict.fromkeys(cluster.disk, cluster.memory.manifests[4])
+    again()
+    check_complete(tmp_path, again)
+
+
 def test_keepers_stay_when_what_they_hold_could_not_be_brought_to_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
