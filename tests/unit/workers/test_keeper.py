@@ -551,8 +551,8 @@ def test_a_step_is_written_beside_the_run_and_is_an_ordinary_checkpoint(nodes: N
 def test_an_order_to_write_that_ends_leaves_what_another_one_for_the_same_step_has_pinned(
     nodes: Nodes, tmp_path: Path
 ) -> None:
-    """After a recovery a checkpoint was ordered again while slow storage still wrote the first order, whose end gave the
-    images back: a checkpoint that failed.
+    """A checkpoint was ordered again after a recovery, while slow storage still wrote the first order: the end of that
+    one gave the images back, and the checkpoint failed.
     """
     ranks = nodes.assign("ab")
     manifest = step(nodes, ranks, 1)
