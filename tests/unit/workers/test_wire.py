@@ -134,6 +134,9 @@ def test_a_recorded_hand_shake_is_worth_nothing(keeper: Keeper) -> None:
     connect_tcp("127.0.0.1", relay.getsockname()[1], SECRET).close()
     thread.join()
     relay.close()
+    deadline = time.monotonic() + 20.0
+    while not keeper.handled and time.monotonic() < deadline:  # its thread begins a moment later
+        time.sleep(0.01)
     keeper.handled.clear()
     replay = keeper.stranger()
     replay.recv(1000)
