@@ -281,8 +281,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
     folder = Path(tempfile.mkdtemp(prefix="raycp-matrix-"))
     began, problems, count = time.monotonic(), [], 0
-    stored = ROOT / "build" / "kill_matrix.json"
-    results = _load(stored)
     matrix = Matrix(folder)
     try:
         for fault in options.faults or FAULTS:
@@ -293,19 +291,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             problems += wrong
             count += len(pairs)
             _show(zip(pairs, found, strict=True), wrong)
-            for one, r in zip(pairs, found, strict=True):
-                results[one.phase, one.fault] = Cell(
-                    seconds=r.seconds, lost=r.lost, redone=r.redone, problems=tuple(judge(one, r))
-                )
-            _store(stored, results)
+            keep(pairs, found)
     finally:
         matrix.close()
     print(f"{count} pairs in {time.monotonic() - began:.0f} s, {len(problems)} problems")
-    where = f"On {os.cpu_count()} cores ({_processor()}), {len(results)} pairs."
-    stored.with_suffix(".md").write_text(table(results, where))
     if not (options.keep or problems):
         shutil.rmtree(folder)
     return 1 if problems else 0
+
+
+def keep(pairs: Sequence[Pair], found: Sequence[Result]) -> None:
+    """Adds results to build/kill_matrix.json, and makes the table beside it of all that are there."""
+    stored = ROOT / "build" / "kill_matrix.json"
+    results = _load(stored)
+    for one, r in zip(pairs, found, strict=True):
+        results[one.phase, one.fault] = Cell(
+            seconds=r.seconds, lost=r.lost, redone=r.redone, problems=tuple(judge(one, r))
+        )
+    _store(stored, results)
+    where = f"On {os.cpu_count()} cores ({_processor()}), {len(results)} pairs."
+    stored.with_suffix(".md").write_text(table(results, where))
 
 
 def _load(path: Path) -> dict[tuple[str, str], Cell]:

@@ -1,11 +1,10 @@
 """The kill matrix on a real Ray cluster: a diagonal of it in the quick suite, all of it in the whole one."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.elastic.matrix import DIAGONAL, FAULTS, PAIRS, PHASES, Matrix, column, pair, table
+from tests.elastic.matrix import DIAGONAL, FAULTS, PAIRS, PHASES, Matrix, column, keep, pair, table
 from tests.elastic.scripted_driver import CHECKPOINT_EVERY
 
 
@@ -56,7 +55,9 @@ def test_a_node_that_joins_is_used_at_the_next_step(matrix: Matrix) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_phase_with(fault: str, matrix: Matrix, tmp_path: Path) -> None:
+def test_every_phase_with(fault: str, matrix: Matrix) -> None:
+    """The table of all results is in build/kill_matrix.md then."""
     results, problems = matrix.run(column(fault))
+    keep(column(fault), results)
     assert problems == []
     assert len(results) == len(column(fault))
