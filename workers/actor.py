@@ -70,7 +70,7 @@ class TrainWorker:
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._progress = Progress()
+        self._progress = Progress(ahead=spec.device.is_accelerator)
         self._groups: ProcessGroups | None = None
         self._state: TrainState | None = None
         self._train: tuple[PackLoader, Batcher] | None = None

@@ -42,6 +42,7 @@ class Progress:
             rank from a stuck one.
         moved: when a counter last moved (`time.monotonic`).
         began: when `call` began.
+        ahead: the counters move when work is ordered, which a device does later.
     """
 
     step: int = 0
@@ -55,6 +56,7 @@ class Progress:
     longest: dict[str, float] = field(default_factory=dict)
     moved: float = field(default_factory=time.monotonic)
     began: float = field(default_factory=time.monotonic)
+    ahead: bool = False
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:

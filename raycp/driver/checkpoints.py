@@ -29,12 +29,15 @@ from raycp.training.checkpoint import (
     prune,
     step_folder,
 )
+from raycp.training.latest import fence
 from raycp.training.manifest import Manifest
 from raycp.training.storage import Storage
 from workers.storage import storage_fix
 
 MAX_FAILURES = 3
 """Failed checkpoints in a row that the run goes on with."""
+FENCE_SECONDS = 10.0
+"""How long a recovery waits for the storage to take the new generation."""
 PATIENCE_SECONDS = 300.0
 """How long a write may take at least before it is given up."""
 LONGER = 4.0
@@ -161,6 +164,16 @@ class Checkpoints:
         """The run continues from this one."""
         self.newest, self.newest_step = folder, step
 
+    def fence(self, run_id: str, generation: int) -> None:
+        """As `latest.fence`, but waits no longer than `FENCE_SECONDS`.
+
+        Raises:
+            OSError: the storage refused, or does not answer.
+        """
+        order = _Commit(lambda: fence(self.root, run_id, generation), by=generation)
+        if not order.wait(FENCE_SECONDS):
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {FENCE_SECONDS:.0f} s")
+
     # -- beside the run ---------------------------------------------------------------------------------------------
 
     @property
@@ -173,10 +186,9 @@ class Checkpoints:
         """The step of which, or after which, a checkpoint is due that was not begun."""
         return self._due
 
-    def settle(self, seconds: float, *, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Waits for the write in progress, `seconds` at most; `meanwhile` is called about five times a second."""
-        deadline = time.monotonic() + seconds
-        while self._writing is not None and self.writing and time.monotonic() < deadline:
+    def settle(self, *, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Waits until the write in progress is done, or given up; `meanwhile` is called about five times a second."""
+        while self._writing is not None and self.writing:
             meanwhile()
             if self._finished(self._writing, timeout=0.2):
                 self._writing = None
@@ -205,7 +217,8 @@ class Checkpoints:
     def finish(
         self, manifest: Manifest, writers: Writers, *, seconds: float, meanwhile: Callable[[], object] = lambda: None
     ) -> bool:
-        """Writes the step of `manifest`, the newest in memory, and waits until it is committed, `seconds` at most.
+        """Writes the step of `manifest`, the newest in memory, and waits until it is committed: `seconds` at most, but
+        for keepers that write as long as storage may take (`_hangs`).
 
         Args:
             manifest: of the step.
@@ -214,7 +227,7 @@ class Checkpoints:
             meanwhile: called about five times a second.
         """
         deadline = time.monotonic() + seconds
-        while self.newest_step < manifest.step and time.monotonic() < deadline:
+        while self.newest_step < manifest.step and (self.writing or time.monotonic() < deadline):
             meanwhile()
             if self._writing is None and not self._begin(manifest, writers):
                 break

@@ -346,7 +346,9 @@ class Controller:
         self._display.phase("evaluating")
         generation = self.generation
         reports: list[EvalReport] = self._gather(
-            lambda m: m.actor.evaluate.remote(generation, step), what=f"evaluation after step {step}"
+            lambda m: m.actor.evaluate.remote(generation, step),
+            what=f"evaluation after step {step}",
+            meanwhile=self._saving.meanwhile,
         )
         self._evaluated.add(step)
         self._events.write("eval", step=step, loss=_mean(reports), targets=reports[0].targets)

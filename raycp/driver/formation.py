@@ -24,7 +24,6 @@ from raycp.driver.runtime import KeepersLike, RanksLike, Runtime
 from raycp.driver.worlds import World, Worlds
 from raycp.errors import ClusterError, WorkerError
 from raycp.events import EventLog
-from raycp.training.latest import fence
 from workers.messages import COLLECTIVE_TIMEOUT, Probe, Rendezvous, RunSpec
 from workers.storage import storage_fix
 
@@ -210,7 +209,7 @@ class Formation:
         hold up a recovery: `commit` fences again, and readers compare generations.
         """
         try:
-            fence(self._checkpoints.root, self._spec.run_id, self._record.generation)
+            self._checkpoints.fence(self._spec.run_id, self._record.generation)
         except OSError as error:
             self._say(f"checkpoint storage {self._checkpoints.root.where} does not take a write ({error}): going on")
 

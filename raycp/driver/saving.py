@@ -194,6 +194,9 @@ class Saving:
         lost, self._lost = self._lost, []
         self._formation.replace_keepers(lost, step=self.commits.committed)
         self.commits.lost_copies()
+        gone = {one.node_id for one in lost}  # the problems of their ranks were this, and are mended
+        mended = {m.rank for m in self._formation.ranks.members if m.probe.node_id in gone}
+        self.copy_problems = {r: why for r, why in self.copy_problems.items() if r not in mended}
 
     def _refused(self, refused: CopyRefused) -> None:
         """The node of a copy's second home is short of memory, or not reached from the first one, or nobody knows."""
@@ -226,7 +229,7 @@ class Saving:
             elif self.copy_problems:
                 self._copies_failed(self.copy_problems)
             if self._formation.room is Room.TIGHT:
-                self._checkpoints.settle(PATIENCE * self._elastic.heartbeat_timeout, meanwhile=self._take)
+                self._checkpoints.settle(meanwhile=self._take)
             if self._copies and self.commits.committed < step and not self.commits.expects(step):
                 self._formation.ranks.gather(  # it waits for the commit of the copy before
                     lambda m: m.actor.snapshot.remote(generation, step),

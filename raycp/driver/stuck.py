@@ -10,13 +10,15 @@ from typing import Any
 
 from workers.memory_reader import READ_SECONDS
 from workers.messages import COLLECTIVE_TIMEOUT
-from workers.progress import ALONE, COPY, IDLE, KEEPER, MEET, WHOLE
+from workers.progress import ALONE, COPY, EVAL, IDLE, KEEPER, MEET, RESTORE, SAVE, STEP, WHOLE
 
 SLOWER = 4.0
 """A rank is stuck when it stands still for so many times the longest pause that any rank has shown in this call."""
 FIRST = 10.0
 """Least factor on `heartbeat_timeout` while a rank is in its first call of a kind: nobody knows yet how long its pauses
-are. The same as for loading and writing, since the first time is when libraries are loaded and kernels made.
+are. The same as for loading and writing, since the first time is when libraries are loaded and kernels made; and in all
+steps of an accelerator, where the host has long ordered what the device computes: a heavy pack after light ones is a
+silence.
 """
 BEGIN = 3.0
 """Least factor until a call begins: it is a message, and an actor that does nothing else."""
@@ -28,6 +30,9 @@ WHOLE_SECONDS = COLLECTIVE_TIMEOUT
 """Least time for a part of a call that shows no progress by nature: the other ranks wait for it no longer than that."""
 KEEPER_SECONDS = READ_SECONDS + 10.0
 """Least time that a rank may wait for one keeper: it passes over one that is silent by itself."""
+FILES = frozenset({RESTORE, SAVE})
+"""Calls in which the storage is to blame where every one of several ranks stands still: they hold the state, and wait
+as long as for a part without a sign of progress."""
 _LATE = 1.0
 
 Beat = Mapping[str, Any]
@@ -53,6 +58,8 @@ def stuck(beats: Mapping[int, Beat], *, patience: float, heartbeat: float, runni
     still = {r: min(float(b["idle_seconds"]), running) for r, b in beats.items()}
     over = [r for r in beats if still[r] > _limit(r, beats, patience, heartbeat, running)]
     guilty = [r for r in over if beats[r]["call"] in ALONE or beats[r]["call"] == IDLE]
+    if len(guilty) == len(beats) > 1 and all(b["call"] in FILES for b in beats.values()):
+        return {r: TimeoutError(_cause(beats[r], still[r])) for r in guilty if still[r] > WHOLE_SECONDS}
     if not guilty and over and len(over) == len(beats):
         working = [r for r in over if beats[r]["phase"] != MEET] or over
         guilty = [max(working, key=lambda r: float(beats[r]["idle_seconds"]))]
@@ -69,6 +76,7 @@ def _limit(rank: int, beats: Mapping[int, Beat], patience: float, heartbeat: flo
     alike = [b for b in beats.values() if b["call"] == beat["call"]]
     before = float(beat["call_seconds"]) > running + _LATE  # the call before this one has not ended yet
     first = before or any(b["calls_done"] == 0 for b in alike)
+    first = first or (beat.get("ahead", False) and beat["call"] in (STEP, EVAL))
     limit = max(patience, FIRST if first else 0.0) * heartbeat
     limit = max(limit, SLOWER * max(float(b["longest"]) for b in alike))
     return max(limit, {KEEPER: KEEPER_SECONDS, WHOLE: WHOLE_SECONDS}.get(beat["phase"], 0.0))

@@ -156,8 +156,11 @@ def _generation_config(spec: ModelSpec, config: "PretrainedConfig") -> "Generati
 
     if spec.kind == "folder" and (Path(spec.source) / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(spec.source)
-    if spec.kind == "hub" and (spec.weights_folder() / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(str(spec.weights_folder()))
+    if spec.kind == "hub":  # this file alone: a node that came later has no weights, and needs none
+        try:
+            return GenerationConfig.from_pretrained(spec.source, revision=spec.revision)
+        except OSError:  # it has none
+            pass
     return GenerationConfig.from_model_config(config)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from raycp.training.storage import SYNC
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -106,11 +108,15 @@ def write_tensors(
     Returns:
         (bytes, CRC-32) of the whole file.
     """
-    written = checksum = 0
+    written = checksum = synced = 0
     with path.open("wb") as file:
         for chunk in tensor_chunks(tensors, load, metadata):
             checksum = zlib.crc32(chunk, checksum)
             written += file.write(chunk)
+            if written - synced >= SYNC:
+                file.flush()
+                os.fdatasync(file.fileno())
+                synced = written
         file.flush()
         os.fsync(file.fileno())
     return written, checksum

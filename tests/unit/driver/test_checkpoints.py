@@ -1,6 +1,7 @@
 """Checkpoints that keepers write beside the run, while keepers are lost."""
 
 import errno
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -295,3 +296,36 @@ def test_a_commit_that_hangs_is_told_once_and_still_counts_when_it_ends(
     order(checkpoints, Writers(), 5)
     advance_until(checkpoints, Writers(), lambda: checkpoints.newest_step == 5)
     assert failures(tmp_path) == 1
+
+
+def test_an_older_commit_that_ends_after_the_ranks_wrote_a_newer_step_does_not_set_the_newest_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_storage(monkeypatch, 0.3, [])
+    checkpoints, _ = real(tmp_path)
+    order(checkpoints, Writers(), 5)
+    checkpoints.advance(Writers(), None)
+    assert checkpoints.newest_step == -1
+    checkpoints.commit(manifest(10), began=time.monotonic(), stall_seconds=0.0)
+    advance_until(checkpoints, Writers(), lambda: failures(tmp_path) > 0 or checkpoints._writing is None)
+    assert checkpoints.newest_step == 10
+
+
+def test_the_end_of_a_run_waits_for_keepers_that_still_write(tmp_path: Path) -> None:
+    """After 300 s the ranks wrote all of a big model a second time, beside the keepers."""
+    checkpoints, writers = make(tmp_path), Writers(busy=3)
+    assert checkpoints.finish(manifest(6), writers, seconds=0.0) is False, "nothing was begun in time"
+    order(checkpoints, writers, 6)
+    assert checkpoints.finish(manifest(6), writers, seconds=0.0)
+
+
+def test_storage_that_does_not_answer_holds_up_no_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence of the new generation was written by the driver's own thread, on a mount that hung."""
+    monkeypatch.setattr(module, "FENCE_SECONDS", 0.2)
+    checkpoints, _ = real(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    os.mkfifo(tmp_path / "checkpoints" / "latest.json")
+    began = time.monotonic()
+    with pytest.raises(OSError, match="no answer within"):
+        checkpoints.fence("r", 2)
+    assert time.monotonic() - began < 5.0

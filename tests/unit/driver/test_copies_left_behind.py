@@ -239,3 +239,13 @@ def test_the_last_copy_that_is_known_to_have_failed_is_not_waited_for(tmp_path: 
     run()
     check_complete(tmp_path, run)
     assert cluster.clock.now < began + 30
+
+
+def test_a_keeper_that_was_replaced_is_no_copy_that_failed_once_more(tmp_path: Path) -> None:
+    """At the last step its ranks attached twice, and a copy that was on its way was given up."""
+    cluster = FakeCluster(TWO_NODES, [Fault("step 6", 0, "keeper", rank=0), Fault("step 6", 0, "copy", rank=0)])
+    run = Run(tmp_path, cluster, checkpoint_every=50)
+    run()
+    check_complete(tmp_path, run)
+    assert len(named(tmp_path, "keeper_lost")) == 1
+    assert named(tmp_path, "snapshot_failed") == []

@@ -61,8 +61,26 @@ def test_in_a_step_the_rank_whose_counters_stopped_first_is_stuck(
 def test_where_nobody_waits_for_another_each_rank_has_its_own_deadline(call: str, other: float) -> None:
     """One that hangs while another still writes was not seen, since "somebody still works"."""
     expected = {1} if other < LOADING else {0, 1}
-    assert found([beat(other, call), beat(LOADING + 5, call)], patience=LOADING) == expected
+    storage = call in (phases.RESTORE, phases.SAVE) and other > LOADING  # every rank stands still: see below
+    assert found([beat(other, call), beat(LOADING + 5, call)], patience=LOADING) == (set() if storage else expected)
     assert found([beat(other, call), beat(LOADING - 1, call)], patience=LOADING) == expected - {1}
+
+
+@pytest.mark.parametrize("call", [phases.RESTORE, phases.SAVE])
+def test_storage_that_is_away_for_a_while_does_not_cost_all_ranks_with_the_state_that_they_hold(call: str) -> None:
+    """All of them were killed together, and with them steps that were nowhere else."""
+    assert found([beat(LOADING + at, call) for at in (1, 5, 9)], patience=LOADING) == set()
+    assert found([beat(LOADING + 5, call)], patience=LOADING) == {0}, "the others have written"
+    for_ever = [beat(WHOLE_SECONDS + 5, call), beat(WHOLE_SECONDS + 1, call)]
+    assert found(for_ever, patience=LOADING, running=1e6) == {0, 1}
+
+
+def test_a_heavy_pack_after_light_ones_is_no_silence_on_an_accelerator() -> None:
+    """The host orders in a second what the device computes in a minute, and then waits for the loss."""
+    ahead = [{**beat(idle, longest=0.5), "ahead": True} for idle in (9.0, 8.0)]
+    assert found(ahead) == set()
+    assert found([{**b, "ahead": False} for b in ahead]) == {0}
+    assert found([{**b, "idle_seconds": FIRST + 1} for b in ahead]) == {0}
 
 
 def test_a_rank_that_hangs_while_it_builds_is_to_blame_and_not_those_that_wait_for_it_longer() -> None:

@@ -3,12 +3,13 @@
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
-from raycp.training import checkpoint, storage
+from raycp.training import checkpoint, export, storage, tensorfile
 from raycp.training.checkpoint import CheckpointReader, step_folder, verify, write_shard
 from raycp.training.model import Trainee
 from raycp.training.sharding import ShardSpan
@@ -96,3 +97,37 @@ def test_filling_a_model_tells_of_every_tensor(tmp_path: Path) -> None:
     assert read.count == len(list(lm.parameters()))
     fill(made, ModelSpec.of(config), config, 0, on_piece=random)
     assert random.count > 2 * 5
+
+
+def test_a_long_file_of_an_export_is_synced_as_it_grows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sync of 5 GB was a silence that looks like dead storage, and rank 0 was given up at the end of its run."""
+    synced: list[int] = []
+    plain = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(descriptor), plain(descriptor))[1])
+    monkeypatch.setattr(tensorfile, "SYNC", 3 * ROWS * 16)
+    tensors = {f"t{n}": torch.randn(ROWS, 4) for n in range(7)}
+    announced = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    written, checksum = tensorfile.write_tensors(tmp_path / "a.safetensors", announced, tensors.__getitem__)
+    assert len(synced) == 2
+    assert (written, checksum) == tensorfile.checksum_of(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_export_of_a_hub_model_fetches_no_weights(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that came later downloaded all of them for generation_config.json, without a sign of progress."""
+
+    def fetch(source: str, **where: Any) -> GenerationConfig:
+        assert (source, where) == ("org/model", {"revision": "r1"})
+        if not there:
+            raise OSError("org/model does not appear to have a file named generation_config.json")
+        return GenerationConfig(temperature=0.25, do_sample=True)
+
+    def weights(*_: Any, **__: Any) -> Path:
+        raise AssertionError("the weights were asked for")
+
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", fetch)
+    monkeypatch.setattr(ModelSpec, "weights_folder", weights)
+    spec = ModelSpec(kind="hub", source="org/model", revision="r1")
+    made = export._generation_config(spec, LlamaConfig(eos_token_id=7))
+    assert made.temperature == (0.25 if there else GenerationConfig().temperature)
+    assert there or made.eos_token_id == 7
