@@ -4,10 +4,12 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,10 +137,10 @@ def test_the_quickstart_lowers_the_held_out_loss(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cluster() -> Iterator[str]:
     """A Ray head of our own with a dashboard, on free ports; yields the address for `ray job submit`."""
     head, dashboard, agent, client = free_ports(4)
-    temp = tmp_path_factory.mktemp("r")
+    temp = Path(tempfile.mkdtemp(prefix="ray-"))  # short: below it are sockets, whose paths have 107 bytes at most
     command = [RAY, "start", "--head", "--block", f"--port={head}", f"--dashboard-port={dashboard}"]
     command += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}", "--num-cpus=3"]
     command += ["--node-ip-address=127.0.0.1", f"--temp-dir={temp}", "--disable-usage-stats"]
@@ -158,6 +160,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def free_ports(count: int) -> list[int]:
