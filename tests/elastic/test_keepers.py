@@ -197,6 +197,9 @@ def test_keepers_outlive_a_killed_driver_and_the_next_one_finds_the_newest_step(
     assert_holds(keepers.newest(), 3)
     keepers.keep_only(None)
     assert keepers.newest() is None
+    deadline = time.monotonic() + 20.0
+    while any(keepers.held_bytes().values()) and time.monotonic() < deadline:  # one that is read goes then
+        time.sleep(0.1)
     assert set(keepers.held_bytes().values()) == {0}
     keepers.close()
     assert ended(pids)
