@@ -125,7 +125,6 @@ class Checkpoints:
         self._due: int | None = None
         self._writing: _Writing | None = None
         self._failures = 0
-        self._patience = PATIENCE_SECONDS
         self._longest = 0.0
         self._stored: int | None = None
         self.newest: str | None = None
@@ -305,7 +304,8 @@ class Checkpoints:
             ClusterError: `MAX_FAILURES` checkpoints in a row could not be written.
         """
         took, manifest = time.monotonic() - writing.began, writing.manifest
-        limit = max(self._patience, LONGER * self._longest, manifest.bytes / (SLOWEST * max(writing.handle.writers, 1)))
+        at_slowest = manifest.bytes / (SLOWEST * max(writing.handle.writers, 1))
+        limit = max(PATIENCE_SECONDS, LONGER * self._longest, at_slowest)
         if writing.late or took <= limit:
             return False
         writing.late = True
