@@ -318,6 +318,8 @@ class SlotTable:
             for _, image in spares:
                 image.release()
         self._spare = {}
+        for slot in self._leaving:  # nor does it become one when its last user is done
+            slot.holder = None
 
 
 class Pins:

@@ -1,23 +1,21 @@
 """The TCP sockets of this process, and how to cut those that belong to gloo (Linux).
 
-Guarantees: only established sockets are shut whose own end is a gloo listener of this process, or whose other end is a
+Guarantees: only connected sockets are shut whose own end is a gloo listener of this process, or whose other end is a
 listener that a peer published with its address: Ray's own connections in the same process are never touched, whatever
 numbers their ports have; a shut socket makes every operation that waits on it fail at once, here and at the peer. gloo
-has no abort call; without this, survivors of a hung peer wait for the whole group time-out.
-Costs one read of /proc/self/net/tcp and one readlink per open descriptor (about a millisecond).
+has no abort call; without this, survivors of a hung peer wait for the whole group time-out. Each socket is asked
+itself: the table in /proc/net/tcp repeats and misses rows while other processes of the machine connect.
+Costs a few system calls for each open descriptor (about a millisecond).
 """
 
+import contextlib
 import ipaddress
 import os
 import socket
-import sys
-from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-_LISTEN = 0x0A
-_ESTABLISHED = 0x01
+_CONNECTED, _LISTENING = (1, 8), (10,)  # states of a TCP socket: ESTABLISHED or CLOSE_WAIT (its peer has shut), LISTEN
 
 
 class Endpoint(NamedTuple):
@@ -27,24 +25,13 @@ class Endpoint(NamedTuple):
     port: int
 
 
-@dataclass(frozen=True)
-class TcpSocket:
-    """One row of the kernel's table: both ends, state (Linux number) and inode."""
-
-    local: Endpoint
-    remote: Endpoint
-    state: int
-    inode: int
-
-
 def listeners() -> frozenset[Endpoint]:
     """Where this process listens; a listener on all addresses has the address 0.0.0.0 or ::."""
-    mine = _inodes_of_this_process()
-    return frozenset(s.local for s in _tcp_table() if s.state == _LISTEN and s.inode in mine)
+    return frozenset(_end(one.getsockname()) for one in _sockets_of_this_process(_LISTENING))
 
 
 def shut_sockets(own: Collection[Endpoint], peers: Collection[Endpoint] = ()) -> int:
-    """Shuts (both directions) this process's established sockets that belong to these listeners; returns how many.
+    """Shuts (both directions) this process's connected sockets that belong to these listeners; returns how many.
 
     Args:
         own: listeners of this process, as of `listeners`: what they accepted is shut.
@@ -52,67 +39,42 @@ def shut_sockets(own: Collection[Endpoint], peers: Collection[Endpoint] = ()) ->
     """
     accepting, reached = frozenset(own), frozenset(peers)
     everywhere = frozenset(e.port for e in accepting if ipaddress.ip_address(e.address).is_unspecified)
-    mine = _inodes_of_this_process()
     count = 0
-    for entry in _tcp_table():
-        if entry.state != _ESTABLISHED or entry.inode not in mine:
-            continue
-        accepted = entry.local in accepting or entry.local.port in everywhere
-        if not accepted and entry.remote not in reached:
-            continue
-        try:
-            handle = socket.socket(fileno=os.dup(mine[entry.inode]))
-        except OSError:  # closed since the table was read: nothing left to shut
-            continue
-        with handle:
-            try:
-                handle.shutdown(socket.SHUT_RDWR)
+    for one in _sockets_of_this_process(_CONNECTED):
+        with contextlib.suppress(OSError):  # the peer was faster
+            here = _end(one.getsockname())
+            if here in accepting or here.port in everywhere or _end(one.getpeername()) in reached:
+                one.shutdown(socket.SHUT_RDWR)
                 count += 1
-            except OSError:  # the peer was faster
-                continue
     return count
 
 
-def _tcp_table() -> list[TcpSocket]:
-    rows = []
-    for name in ("tcp", "tcp6"):
-        table = Path("/proc/self/net") / name
-        if not table.exists():
-            continue
-        for line in table.read_text().splitlines()[1:]:
-            part = line.split()
-            rows.append(
-                TcpSocket(
-                    local=_endpoint(part[1]),
-                    remote=_endpoint(part[2]),
-                    state=int(part[3], 16),
-                    inode=int(part[9]),
-                )
-            )
-    return rows
-
-
-def _endpoint(text: str) -> Endpoint:
-    """Of the kernel's `0100007F:1F90`: 32-bit words in this machine's byte order, and a port."""
-    address, port = text.rsplit(":", 1)
-    words = (int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8))
-    ip = ipaddress.ip_address(b"".join(words))
-    if isinstance(ip, ipaddress.IPv6Address):
-        ip = ip.ipv4_mapped or ip
-    return Endpoint(str(ip), int(port, 16))
-
-
-def _inodes_of_this_process() -> dict[int, int]:
-    """{socket inode: file descriptor}."""
-    found: dict[int, int] = {}
+def _sockets_of_this_process(states: Collection[int]) -> Iterator[socket.socket]:
+    """Its TCP sockets in these states, each by a descriptor of its own, which goes as the next one is asked for."""
     for name in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            handle = socket.socket(fileno=os.dup(int(name)))
         except OSError:  # the descriptor of listdir itself, or one closed meanwhile
             continue
-        if target.startswith("socket:["):
-            found[int(target[8:-1])] = int(name)
-    return found
+        with handle:
+            if handle.family not in (socket.AF_INET, socket.AF_INET6) or handle.type != socket.SOCK_STREAM:
+                continue
+            try:
+                now = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+            except OSError:  # a stream that is not TCP
+                continue
+            if now in states:
+                yield handle
+
+
+def _end(address: tuple[str, int]) -> Endpoint:
+    """Of what the socket says: IPv4 inside IPv6 is IPv4, and an interface's scope is left out."""
+    ip = ipaddress.ip_address(address[0].partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip
+    return Endpoint(str(ip), address[1])
 
 
 def interface_of(address: str) -> str | None:

@@ -275,6 +275,23 @@ def test_a_third_image_lives_as_long_as_its_writer_to_storage() -> None:
     table.close()
 
 
+@pytest.mark.parametrize("ending", [lambda t: t.keep_only(-1, -1, []), SlotTable.close])
+def test_an_image_that_was_read_as_everything_was_given_up_is_not_kept_for_later(
+    ending: Callable[[SlotTable], None],
+) -> None:
+    """Its reader ended after the order, and it became a spare that nobody ever gave back."""
+    table, holder = SlotTable(), object()
+    slot = table.grant(replica=False, rank=0, step=1, generation=1, file="f", size=SIZE, holder=holder)
+    assert slot is not None
+    table.seal(slot, ())
+    assert table.verify(slot, 0)
+    table.use(slot)
+    ending(table)
+    assert table.bytes == SIZE
+    table.done(slot)
+    assert table.bytes == 0
+
+
 def test_the_pages_of_an_image_come_back_although_another_process_maps_it() -> None:
     import mmap
 

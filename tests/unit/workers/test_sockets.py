@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -15,8 +16,8 @@ def end_of(listener: socket.socket) -> Endpoint:
     return Endpoint(*listener.getsockname()[:2])
 
 
-def connected() -> tuple[socket.socket, socket.socket, socket.socket]:
-    listener = socket.create_server(("127.0.0.1", 0))
+def connected(address: str = "127.0.0.1") -> tuple[socket.socket, socket.socket, socket.socket]:
+    listener = socket.create_server((address, 0))
     client = socket.create_connection(listener.getsockname())
     server, _ = listener.accept()
     return listener, client, server
@@ -88,6 +89,45 @@ def test_what_a_listener_on_all_addresses_accepted_is_cut() -> None:
     assert shut_sockets([end_of(listener)]) == 1
     for one in (listener, client, server):
         one.close()
+
+
+def test_every_connection_is_found_and_once_while_others_come_and_go() -> None:
+    """The kernel's table of all connections was read in pieces: it repeated some of them, and missed others."""
+    over = threading.Event()
+
+    def churn() -> None:
+        while not over.is_set():
+            for one in [end for _ in range(20) for end in connected()]:
+                one.close()
+
+    others = [threading.Thread(target=churn) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        found = []
+        for _ in range(200):
+            trio = connected("127.0.0.9")
+            assert end_of(trio[0]) in listeners()
+            found.append(shut_sockets([], [end_of(trio[0])]))
+            for one in trio:
+                one.close()
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+    assert found == [1] * 200
+
+
+def test_a_connection_over_ipv6_is_cut() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
+        client = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
+        server, _ = listener.accept()
+        with client, server:
+            assert Endpoint("::", listener.getsockname()[1]) in listeners()
+            assert shut_sockets([], [Endpoint("127.0.0.1", listener.getsockname()[1])]) == 1
+            assert server.recv(1) == b""
 
 
 def test_no_port_cuts_nothing() -> None:
