@@ -126,7 +126,8 @@ class ElasticConfig:
     """Workers that are started, warm and idle, and take the place of a lost one at once."""
     on_loss: str = "auto"
     """"auto": a spare if there is one, else a smaller world at once if its memory fits (and back when a replacement is
-    warm), else wait. "shrink": never wait. "wait": keep the size, wait for a replacement. "stop": end the run."""
+    warm), else wait. "shrink": never wait for capacity. "wait": keep the size, wait for a replacement. "stop": end the
+    run."""
     heartbeat_timeout: float = 30.0
     """Seconds after which a rank that does not answer, or whose counters stand still inside a step, counts as lost."""
     wait_for_capacity: float = 600.0

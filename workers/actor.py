@@ -147,9 +147,9 @@ class TrainWorker:
             device = self._spec.device
             address = ray.util.get_node_ip_address()
             messages = self._largest_messages(rendezvous.grid) if device.is_accelerator else {}
-            self._progress.move()
+            self._progress.piece()
             self._detach()
-            self._progress.move()
+            self._progress.piece()
             meet = partial(self._progress.enter, phases.MEET)
             before, make = self._groups, ProcessGroups.create
             if before is None:
@@ -157,7 +157,7 @@ class TrainWorker:
             else:
                 self._state = self._train = self._eval = None
                 free, make = self._readmit(self._accelerator()), before.rebuild
-            self._progress.move()
+            self._progress.piece()
             self._groups = make(rendezvous, device=device, address=address, messages=messages, on_step=meet)
             meet()
             self._groups.warm()
@@ -212,7 +212,7 @@ class TrainWorker:
                 loss_chunk=spec.config.loss_chunk,
                 seed=spec.config.seed,
                 initialise=initialise,
-                on_piece=progress.move,
+                on_piece=progress.piece,
             )
             progress.enter(phases.BUILD)
             self._state = TrainState(
@@ -220,7 +220,7 @@ class TrainWorker:
                 optimizer=build_optimizer(trainee, spec.config.optim),
                 rank=groups.rendezvous.rank,
             )
-            progress.move()
+            progress.piece()
             self._train = self._open(spec.train, groups, trainee.layers, keep=recompute)
             self._eval = None
             if spec.evaluation is not None:
@@ -235,7 +235,7 @@ class TrainWorker:
 
         def body() -> None:
             state = self._require_state(generation)
-            reader = CheckpointReader(checkpoint, on_piece=self._progress.move)
+            reader = CheckpointReader(checkpoint, on_piece=self._progress.piece)
             import_state(state.trainee, state.optimizer, reader.read)
 
         self._guard(phases.RESTORE, generation, body)
@@ -252,7 +252,7 @@ class TrainWorker:
                 secret=secret,
                 near=near,
                 on_wait=partial(self._progress.enter, phases.KEEPER),
-                on_piece=partial(self._progress.enter, phases.RECALL),
+                on_piece=self._recalled,
             )
             try:
                 import_state(state.trainee, state.optimizer, reader.read)
@@ -263,12 +263,16 @@ class TrainWorker:
 
         self._guard(phases.RECALL, generation, body)
 
+    def _recalled(self) -> None:
+        self._progress.enter(phases.RECALL)
+        self._progress.piece()
+
     def _open(
         self, store_spec: StoreSpec, groups: ProcessGroups, layers: AttentionLayers, *, keep: bool
     ) -> tuple[PackLoader, Batcher]:
         config = self._spec.config
-        store = open_near(Path(store_spec.folder), mode=config.data.local_copy, on_piece=self._progress.move)
-        self._progress.move()
+        store = open_near(Path(store_spec.folder), mode=config.data.local_copy, on_piece=self._progress.piece)
+        self._progress.piece()
         if store.fingerprint != store_spec.fingerprint:
             raise CheckpointError(
                 f"the data in {store_spec.folder} is {store.fingerprint[:16]} here and "
@@ -382,7 +386,7 @@ class TrainWorker:
         def body() -> ShardRecord:
             state = self._require_state(generation)
             spans = export_state(state.trainee, state.optimizer)
-            return write_shard(folder, state.rank, spans, generation=generation, on_piece=self._progress.move)
+            return write_shard(folder, state.rank, spans, generation=generation, on_piece=self._progress.piece)
 
         return self._guard(phases.SAVE, generation, body, step=step)
 
@@ -392,8 +396,8 @@ class TrainWorker:
         def body() -> str:
             self._require_state(generation)
             spec = self._spec
-            verify(checkpoint, on_piece=self._progress.move)  # what is exported is what was committed
-            reader = CheckpointReader(checkpoint, on_piece=self._progress.move)
+            verify(checkpoint, on_piece=self._progress.piece)  # what is exported is what was committed
+            reader = CheckpointReader(checkpoint, on_piece=self._progress.piece)
             export_hf(reader, spec.model, spec.tokenizer_folder, Path(out), spec.dtype)
             return out
 
@@ -402,7 +406,10 @@ class TrainWorker:
     # -- control: answered while a step runs ------------------------------------------------------------------------
 
     def abort(self, generation: int) -> int:
-        """Cuts this rank's groups if they are of `generation` or older. Returns the connections cut."""
+        """Cuts this rank's groups if they are of `generation` or older, and ends what it reads or writes for them.
+        Returns the connections cut.
+        """
+        self._progress.cancel(generation)
         groups = self._groups
         if groups is None or groups.rendezvous.generation > generation:
             return 0
@@ -455,7 +462,7 @@ class TrainWorker:
     ) -> _R:
         """Runs the body of a call: `call` is its name in `Progress`."""
         try:
-            with self._progress.during(call):
+            with self._progress.during(call, generation):
                 return body()
         except StaleGenerationError:
             raise

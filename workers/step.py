@@ -65,7 +65,7 @@ def run_step(
     loss_sum, held = 0.0, 0
     following = batcher.assigned(request.next_pack_ids)
     for number, batch in enumerate(batcher.micro_batches(assigned, following), 1):
-        progress.next_micro_batch()
+        progress.next_micro_batch(_work(loader, assigned[number - 1]))
         loss = state.trainee(
             batch.ids,
             batch.position_ids,
@@ -127,8 +127,8 @@ def run_evaluation(
     progress.begin(0, len(assigned))
     state.trainee.eval()
     loss_sum = 0.0
-    for batch in batcher.micro_batches(assigned):
-        progress.next_micro_batch()
+    for pack_id, batch in zip(assigned, batcher.micro_batches(assigned), strict=True):
+        progress.next_micro_batch(_work(loader, pack_id))
         loss_sum += float(
             state.trainee(batch.ids, batch.position_ids, batch.targets, batch.weights, batch.carrier, 1.0)
         )
@@ -139,3 +139,7 @@ def run_evaluation(
         weight=weight,
         targets=sum(loader.num_targets(p) for p in pack_ids),
     )
+
+
+def _work(loader: PackLoader, pack_id: int | None) -> float:
+    return 0.0 if pack_id is None else loader.cost(pack_id)

@@ -102,17 +102,21 @@ def newest_point(
     return None
 
 
-def replica_homes(nodes_with_ranks: Sequence[str], nodes: Sequence[str]) -> dict[str, str | None]:
-    """Where each node's replicas go: the next node with ranks; any other node if only one has ranks.
+def replica_homes(
+    nodes_with_ranks: Sequence[str], nodes: Sequence[str], short: Collection[str] = ()
+) -> dict[str, str | None]:
+    """Where each node's replicas go: the next node with ranks; another node if only one has ranks.
 
     Args:
         nodes_with_ranks: node ids, in rank order.
         nodes: all nodes that have a keeper.
+        short: nodes without ranks that lack the memory for replicas (`short_of_room`).
     """
     homes: dict[str, str | None] = dict.fromkeys(nodes)
     for index, node_id in enumerate(nodes_with_ranks):
         after = nodes_with_ranks[(index + 1) % len(nodes_with_ranks)]
-        homes[node_id] = after if after != node_id else next((n for n in sorted(nodes) if n != node_id), None)
+        others = (n for n in sorted(nodes) if n != node_id and n not in short)
+        homes[node_id] = after if after != node_id else next(others, None)
     return homes
 
 
@@ -192,6 +196,14 @@ def budget_of(takes: Mapping[str, int], free: Mapping[str, int], state_bytes: in
     ranks = {node_id: count for node_id, count in takes.items() if count}
     available = int(SHARE_OF_HOST * min(free[node_id] for node_id in ranks))
     return snapshot_budget(state_bytes, max(ranks.values()), sum(ranks.values()), len(ranks), available)
+
+
+def short_of_room(takes: Mapping[str, int], free: Mapping[str, int], state_bytes: int) -> frozenset[str]:
+    """Nodes without ranks, those of spares, that lack the memory for two replicas of each rank of a run that has all
+    its ranks on one node. Arguments as for `budget_of`.
+    """
+    beside = {node_id: there for node_id, there in free.items() if not takes.get(node_id)}
+    return frozenset(node_id for node_id, there in beside.items() if SHARE_OF_HOST * there < 2 * state_bytes)
 
 
 def most_free(probes: Sequence[Probe], known: Mapping[str, int]) -> dict[str, int]:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from data_pipeline import Cursor, StepSchedule
 from raycp.driver.checkpoints import Checkpoints
 from raycp.driver.commits import Commits
-from raycp.driver.copies import Room, budget_of, most_free
+from raycp.driver.copies import Room, budget_of, most_free, short_of_room
 from raycp.driver.keepers import KeeperLost
 from raycp.driver.membership import Member
 from raycp.driver.placement import share_out
 from raycp.driver.record import RunRecord
-from raycp.driver.recovery import Incident, Phase, Repeaters, no_world, waiting
+from raycp.driver.recovery import Incident, Phase, Repeaters, no_world, waiting, without_keeper
 from raycp.driver.runtime import KeepersLike, RanksLike, Runtime
 from raycp.driver.worlds import World, Worlds
 from raycp.errors import ClusterError, WorkerError
@@ -37,6 +37,8 @@ FREEZE_SECONDS = 10.0
 
 ANSWER_SECONDS = 2.0
 """How long a spare, or the keeper of a node whose ranks are lost, may take to answer before it counts as gone."""
+HIRE_SECONDS = 3.0
+"""How long a run that waits for no capacity looks for room for workers, where those that are left form no world."""
 REPLACEMENTS = 5
 """How many keepers in a row may be lost while others are put in their places."""
 
@@ -103,6 +105,7 @@ class Formation:
         self._judged: tuple[list[Probe], World | None] | None = None
         self._state_bytes, self._free = 0, dict[str, int]()
         self._alone = False
+        self._short = frozenset[str]()
         self.room = Room.AMPLE
         self.memory: KeepersLike | None = None
 
@@ -173,7 +176,7 @@ class Formation:
         except KeeperLost as lost:
             assert self.memory is not None
             self.memory.drop(lost.node_id)
-            raise self._without_keeper(lost, "while a world was formed") from lost
+            raise without_keeper(lost, "while a world was formed") from lost
 
     def _form(self, incident: Incident, commits: Commits, *, first: bool) -> Source:
         """Plans, connects, builds and restores a world; its phases are added to `incident`.
@@ -214,12 +217,13 @@ class Formation:
             self._say(f"checkpoint storage {self._checkpoints.root.where} does not take a write ({error}): going on")
 
     def _plan(self, incident: Incident, *, first: bool) -> World:
-        """The world for the workers that are left; waits for more where the configuration says so, but not for a
-        person who wants the run to stop.
+        """The world for the workers that are left; waits for more where the configuration says so (always for such that
+        can be started at once), but not for a person who wants the run to stop.
         """
         elastic, wanted = self._elastic, self._worlds.limits.wanted
         least = wanted[0] * wanted[1] if elastic.on_loss == "wait" else 1
-        deadline = self._runtime.clock() + elastic.wait_for_capacity
+        shrinks = elastic.on_loss == "shrink"
+        deadline = self._runtime.clock() + (HIRE_SECONDS if shrinks else elastic.wait_for_capacity)
         told = False
         self._fleet.drop_lost([w for w in self._fleet.workers if w not in self._workers], ANSWER_SECONDS)
         while True:
@@ -228,7 +232,7 @@ class Formation:
             if world is not None and world.grid.world_size >= least:
                 return world
             keeps = least if world is not None else 0
-            if elastic.on_loss == "shrink" or self._runtime.clock() >= deadline:
+            if self._runtime.clock() >= deadline and not (shrinks and self._fleet.warming):
                 raise no_world(len(probes), incident, self._worlds.limits, elastic, keeps=keeps)
             self._check_stop()
             if not told:
@@ -254,7 +258,14 @@ class Formation:
         """Tells the keepers whose ranks they have, and where replicas go."""
         homes = [m.probe.node_id for m in self.ranks.members]
         self._alone = len(memory.addresses) == 1
-        memory.assign(self._record.generation, homes)
+        takes, self._free = Counter(homes), most_free([w.probe for w in self._fleet.workers], self._free)
+        short = short_of_room(takes, self._free, self._state_bytes)
+        if len(takes) == 1 and short and short != self._short:
+            self._say(
+                f"{len(short)} node(s) of spares take no replicas: {2 * self._state_bytes / 2**30:.1f} GiB do not fit"
+            )
+        self._short = short
+        memory.assign(self._record.generation, homes, short)
 
     def _connect(self, world: World) -> None:
         self._store = self._runtime.open_store()  # held here only: dropping it frees whoever waits in it
@@ -392,19 +403,8 @@ class Formation:
             except KeeperLost as another:
                 left = [another]
         else:
-            raise self._without_keeper(left[0], "keepers are lost as soon as they start")
+            raise without_keeper(left[0], "keepers are lost as soon as they start")
         self.attach([m.rank for m in self.ranks.members if m.probe.node_id in nodes])
-
-    @staticmethod
-    def _without_keeper(lost: KeeperLost, when: str) -> WorkerError:
-        return WorkerError(
-            f"{when}: {lost.message}",
-            fix=lost.fix,
-            rank=None,
-            node=lost.node_id,
-            node_id=lost.node_id,
-            cause=lost.message,
-        )
 
     def attach(self, ranks: Sequence[int]) -> None:
         """These ranks send their copies to their node's keeper, from the next one on.

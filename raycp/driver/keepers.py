@@ -82,6 +82,7 @@ class Keepers:
         self._handles: dict[str, Any] = {}
         self._arrivals = Arrivals()
         self._ranks: dict[str, list[int]] = {}
+        self._peers: dict[str, str | None] = {}
         self._expected: dict[int, _Expected] = {}
         self._polls: dict[Any, tuple[str, int, float]] = {}
         self._where: dict[tuple[int, str], list[str]] = {}
@@ -206,7 +207,7 @@ class Keepers:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def assign(self, generation: int, node_of_rank: Sequence[str]) -> None:
+    def assign(self, generation: int, node_of_rank: Sequence[str], short: Collection[str] = ()) -> None:
         """Tells the keepers which ranks of a generation are theirs and where replicas go; fences older generations.
 
         With the same generation as before (a keeper was replaced): steps in flight are expected again.
@@ -214,6 +215,7 @@ class Keepers:
         Args:
             generation: of the ranks' groups.
             node_of_rank: node id of each rank.
+            short: as of `replica_homes`.
 
         Raises:
             KeeperLost: a keeper does not answer, or a rank's node has none.
@@ -225,7 +227,7 @@ class Keepers:
         for node_id in ranks:
             if node_id not in self.addresses:
                 raise lost(node_id, "there is none on the node of a rank")
-        peers = replica_homes(list(ranks), list(self.addresses))
+        self._peers = peers = replica_homes(list(ranks), list(self.addresses), short)
         live = list(self.addresses.values())
         with self._lock:
             handles = dict(self._handles)
@@ -464,11 +466,10 @@ class Keepers:
                 continue
             del self._expected[step]
             by_rank: dict[int, ShardRecord] = {}
-            peers = replica_homes(list(self._ranks), list(self.addresses))
             for node_id, records in expected.answers.items():
                 by_rank.update(zip(self._ranks[node_id], records, strict=True))
                 for record in records:
-                    self._where[step, record.file] = [n for n in (node_id, peers[node_id]) if n is not None]
+                    self._where[step, record.file] = [n for n in (node_id, self._peers[node_id]) if n in self.addresses]
             shards = tuple(by_rank[rank] for rank in sorted(by_rank))
             done.append(
                 Collected(step=step, shards=shards, bytes=sum(s.bytes for s in shards), seconds=now - expected.began)

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from raycp.config import ElasticConfig
-from raycp.errors import WorkerError
+from raycp.errors import RaycpError, WorkerError
 from raycp.plan.resize import WorldLimits
 
 MAX_STRIKES = 3
@@ -149,9 +149,24 @@ def no_world(
     )
 
 
+def without_keeper(lost: RaycpError, when: str) -> WorkerError:
+    """The failure of a world whose keepers are lost.
+
+    Args:
+        lost: `KeeperLost`.
+        when: what was going on.
+    """
+    node_id = str(lost.details["node_id"])
+    return WorkerError(
+        f"{when}: {lost.message}", fix=lost.fix, rank=None, node=node_id, node_id=node_id, cause=lost.message
+    )
+
+
 def waiting(workers: int, elastic: ElasticConfig, *, keeps: int) -> str:
     """One line for the person while a run waits for workers; arguments as for `no_world`."""
     why = f"it keeps its {keeps} ranks (elastic.on_loss='wait')" if keeps else "its limits ask for more"
+    if elastic.on_loss == "shrink":
+        return f"{workers} healthy workers are left for the run, and {why}: starting others where there is room now"
     return (
         f"{workers} healthy workers are left for the run, and {why}: waiting up to {elastic.wait_for_capacity:.0f} s "
         "for others"

@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
+from raycp.training.checkpoint import CheckpointReader
 from tests.elastic.faulty_worker import FAULT_RANK, FAULT_STEP, RaisingWorker, _Faulty
 from tests.elastic.script import put
 from tests.elastic.small_rank import Hang
@@ -78,6 +80,33 @@ class HangingReader(RaisingWorker, _Hanging):
                 return rows
 
         put(actor, "MemoryReader", Reader)
+        super().restore_memory(generation, point, secret)
+
+
+class SlowReader(RaisingWorker):
+    """Takes its time with a checkpoint, or with what keepers give, until one rank dies meanwhile."""
+
+    def _slow(self, reader: type) -> type:
+        folder, groups = Path(self._spec.output_dir), self._groups
+        died, rank = folder / "died", None if groups is None else groups.rendezvous.rank
+
+        class Reader(reader):  # type: ignore[misc]
+            def read(self, *args: Any) -> Any:
+                if rank == FAULT_RANK:
+                    died.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(2.0)
+                return super().read(*args)
+
+        (folder / f"process-{os.getpid()}").touch()
+        return reader if died.exists() else Reader
+
+    def restore(self, generation: int, checkpoint: str) -> None:
+        put(actor, "CheckpointReader", self._slow(CheckpointReader))
+        super().restore(generation, checkpoint)
+
+    def restore_memory(self, generation: int, point: MemoryPoint, secret: bytes) -> None:
+        put(actor, "MemoryReader", self._slow(MemoryReader))
         super().restore_memory(generation, point, secret)
 
 

@@ -116,6 +116,24 @@ def _no_room(self: Formation, *_: Any) -> Room:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_rank_lost_while_the_others_read_what_they_restore_from_does_not_cost_them_too(
+    memory: bool, unbroken: raycp.FitResult, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They did not look up from their files, missed the freeze and were ended as well: nobody was left."""
+    monkeypatch.setattr(fleet, "TrainWorker", hanging_worker.SlowReader)
+    if not memory:
+        monkeypatch.setattr(Formation, "_weigh", _no_room)
+    began = time.time()
+    result = raycp.fit(**inputs, output_dir=tmp_path, config=config(on_loss="shrink", cp=(1, 2)))
+    assert (result.status, result.steps) == ("finished", STEPS)
+    assert pack_ids(result) == pack_ids(unbroken)
+    assert result.losses == pytest.approx(unbroken.losses, rel=1e-5)
+    assert len(list(tmp_path.glob("process-*"))) == 2, "the one that was left went on"
+    print(f"{time.time() - began:.1f} s, seconds of each phase: {[r['seconds'] for r in result.recoveries]}")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("worker", "memory", "call", "factor"),
     [

@@ -245,6 +245,7 @@ class FakeCluster:
         self.closed = False
         self._pid = 100
         self.warming = False
+        self.memory_of: dict[str, int] = {}
 
     # -- the fleet --------------------------------------------------------------------------------------------------
 
@@ -293,7 +294,7 @@ class FakeCluster:
                     accelerators=(),
                     cpu_count=1,
                     memory=1 << 40,
-                    host_memory=self.host_memory,
+                    host_memory=self.memory_of.get(node_id, self.host_memory),
                 )
                 self.workers.append(FakeWorker(Process(self, node_id, self._pid), probe))
                 used, started = used + 1, started + 1
@@ -566,7 +567,7 @@ class FakeKeepers:
     def answers(self, node_id: str) -> bool:
         return node_id in self.addresses and node_id not in self.gone and node_id not in self.frozen
 
-    def assign(self, generation: int, node_of_rank: Sequence[str]) -> None:
+    def assign(self, generation: int, node_of_rank: Sequence[str], short: Collection[str] = ()) -> None:
         assert generation >= self.generation
         for node_id in [*self.addresses, *node_of_rank]:
             if not self.answers(node_id):
@@ -574,7 +575,7 @@ class FakeKeepers:
         if generation > self.generation:
             self.awaited = []
         self.generation, self.node_of_rank = generation, list(node_of_rank)
-        self.peers = replica_homes(list(dict.fromkeys(node_of_rank)), list(self.addresses))
+        self.peers = replica_homes(list(dict.fromkeys(node_of_rank)), list(self.addresses), short)
         self.settle()
         for node_id in self.addresses:
             for key in list(self.held[node_id]):

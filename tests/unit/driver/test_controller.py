@@ -276,6 +276,27 @@ def test_a_fixed_degree_waits_for_capacity_and_gives_up_with_the_cause(tmp_path:
     check_complete(tmp_path, again)
 
 
+@pytest.mark.parametrize("lost", ["every worker", "a rank of a fixed degree"])
+def test_a_run_that_never_waits_starts_workers_anew_where_their_nodes_have_room(lost: str, tmp_path: Path) -> None:
+    """It ended although the same nodes could start the same workers again."""
+    dead = range(4) if lost == "every worker" else [3]
+    cluster = FakeCluster(TWO_NODES, [Fault("step", 2, "die", rank=rank) for rank in dead])
+    run = Run(tmp_path, cluster, cp=(1, 4) if lost == "every worker" else (4, 4), on_loss="shrink")
+    before = cluster.clock.now
+    run()
+    check_complete(tmp_path, run)
+    assert cluster.clock.now - before < 30
+
+
+def test_a_run_that_never_waits_ends_at_once_where_nothing_can_be_started(tmp_path: Path) -> None:
+    cluster = FakeCluster(TWO_NODES, [Fault("step", 2, "node", rank=3)])
+    run = Run(tmp_path, cluster, cp=(4, 4), on_loss="shrink", wait_for_capacity=600.0)
+    before = cluster.clock.now
+    with pytest.raises(WorkerError, match=r"2 healthy workers are left, and no world"):
+        run()
+    assert cluster.clock.now - before < 30
+
+
 def test_a_fixed_degree_goes_on_when_capacity_comes_in_time(tmp_path: Path) -> None:
     cluster = FakeCluster(TWO_NODES, [Fault("step", 2, "node", rank=3)])
     run = Run(tmp_path, cluster, cp=(4, 4), on_loss="wait")

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from raycp.driver.copies import Room, budget_of, most_free, newest_point, replica_homes, snapshot_budget
+from raycp.driver.copies import Room, budget_of, most_free, newest_point, replica_homes, short_of_room, snapshot_budget
 from raycp.training.manifest import Manifest, ShardEntry, ShardRecord, shard_file
 from tests.snapshots import manifest_of
 from workers.keeper import HeldShard, Inventory
@@ -163,3 +163,10 @@ def test_memory_of_a_node_is_what_was_found_free_there_before_the_run_took_any()
 
 def probe(node_id: str, free: int) -> Probe:
     return Probe(node_id=node_id, address=node_id, pid=1, accelerators=(), cpu_count=1, memory=1, host_memory=free)
+
+
+def test_which_nodes_of_spares_are_short_of_room() -> None:
+    free = {"a": 0, "b": 48, "c": 47, "d": 1000}
+    assert short_of_room({"a": 4, "d": 0}, free, 12) == {"c"}
+    assert replica_homes(["a"], ["a", "b", "c"], {"b"}) == {"a": "c", "b": None, "c": None}
+    assert replica_homes(["a", "b"], ["a", "b", "c"], {"b"})["a"] == "b", "a rank's node was weighed with its world"

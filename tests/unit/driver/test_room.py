@@ -155,3 +155,24 @@ def test_a_driver_that_continues_finds_its_copies_on_nodes_that_are_full_of_them
     check_complete(tmp_path, again)
     (recovered,) = named(tmp_path, "recovered")
     assert (recovered["source"], recovered["step"], recovered["steps_lost"]) == ("memory", 4, 0)
+
+
+@pytest.mark.parametrize("room", [2 * 2 * STATE, 2 * 2 * STATE - 1])
+def test_the_node_of_a_spare_takes_replicas_only_where_it_has_the_memory(room: int, tmp_path: Path) -> None:
+    """Its keeper refused each of them, so that no step was ever committed in memory."""
+    cluster = FakeCluster({"a": 4, "b": 1}, [Fault("step", 3, "die", rank=1)])
+    cluster.host_memory, cluster.memory_of = 1000, {"b": room}
+    run = Run(tmp_path, cluster, state_bytes=STATE, spares=1)
+    homes: list[str | None] = []
+    assign = FakeKeepers.assign
+
+    def watched(keepers: FakeKeepers, *arguments: Any) -> None:
+        assign(keepers, *arguments)
+        homes.append(keepers.peers["a"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeKeepers, "assign", watched)
+        run()
+    check_complete(tmp_path, run)
+    assert homes[0] == ("b" if room >= 2 * 2 * STATE else None)
+    assert run.screen.getvalue().count("take no replicas") == (room < 2 * 2 * STATE)

@@ -1,6 +1,7 @@
 """What a rank does at an order of the driver that comes while its own thread waits."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from raycp.config import FitConfig
+from raycp.errors import WorkerError
 from raycp.plan import CostModel
 from raycp.training.device import resolve_device
 from raycp.training.spec import ModelSpec
 from tests.snapshots import SECRET, Nodes, state_of
+from workers import progress as phases
 from workers.actor import TrainWorker
+from workers.failure import is_communication
 from workers.messages import RunSpec, StoreSpec
 from workers.snapshot import SnapshotWriter
 
@@ -47,7 +51,7 @@ def worker(nodes: Nodes, tmp_path: Path) -> Iterator[TrainWorker]:
         evaluation=None,
     )
     made = TrainWorker(spec)
-    groups = SimpleNamespace(rendezvous=SimpleNamespace(generation=GENERATION, rank=0))
+    groups = SimpleNamespace(rendezvous=SimpleNamespace(generation=GENERATION, rank=0), abort=lambda: 0)
     made._groups = groups  # type: ignore[assignment]  # what control calls ask of them
     made._snapshots = writer = SnapshotWriter(nodes["a"].address(), secret=SECRET, generation=GENERATION, rank=0)
     writer.begin(1, state_of(0, 1, 1))
@@ -78,3 +82,23 @@ def test_an_order_that_comes_late_does_nothing(late: str, worker: TrainWorker, n
     assert not worker.let_go(generation, keeper)
     assert writer.wait(0.3) > 0.25
     assert writer.problem is None
+
+
+@pytest.mark.parametrize("call", [phases.BUILD, phases.RESTORE, phases.SAVE, phases.EXPORT])
+def test_a_rank_that_reads_or_writes_files_stops_when_another_rank_is_lost(call: str, worker: TrainWorker) -> None:
+    """It went on to the end of its file, missed the freeze, and was replaced as well."""
+
+    threading.Timer(0.1, worker.abort, (GENERATION,)).start()
+    began = time.monotonic()
+
+    def read() -> None:
+        with worker._progress.during(call, GENERATION):
+            for _ in range(1000):
+                worker._progress.piece()
+                time.sleep(0.01)
+
+    with pytest.raises(WorkerError, match="was given up") as caught:
+        read()
+    assert time.monotonic() - began < 3
+    assert is_communication(caught.value), "a consequence of a failure elsewhere"
+    worker._guard(call, GENERATION + 1, worker._progress.piece)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from raycp.errors import WorkerError
 from workers import progress as phases
 from workers.progress import Progress
 
@@ -59,3 +60,48 @@ def test_what_is_told_is_of_the_call_that_runs() -> None:
         told = progress.snapshot()
         assert told["idle_seconds"] < 1, "time between calls is nobody's"
         assert told["call_seconds"] < 1
+
+
+def test_what_reads_alone_ends_at_the_next_piece_once_it_is_of_no_use() -> None:
+    progress = Progress()
+    progress.cancel(3)
+    progress.cancel(2)
+    with progress.during(phases.RESTORE, 3):
+        progress.move()
+        with pytest.raises(WorkerError, match="restore was given up"):
+            progress.piece()
+    with progress.during(phases.RESTORE, 4):
+        progress.piece()
+    assert progress.done == {phases.RESTORE: 2}
+
+
+def test_a_step_that_is_aborted_ends_by_its_groups_and_a_finished_one_stays_finished() -> None:
+    """Its copy may be complete on all ranks: then the step is committed."""
+    progress = Progress()
+    with progress.during(phases.STEP, 1):
+        progress.cancel(1)
+        for move in (progress.move, progress.ring_step, progress.next_micro_batch):
+            move()
+        progress.enter("update")
+        progress.begin(2, 1)
+    assert progress.done == {phases.STEP: 1}
+
+
+def test_pauses_in_a_pack_heavier_than_all_before_it_are_expected_to_be_longer() -> None:
+    """A whole document after packs of small ones: its steps of the ring took longer than four times theirs."""
+    progress = Progress()
+    with progress.during(phases.STEP):
+        progress.next_micro_batch(10.0)
+        pause(progress, 6.0)
+        progress.ring_step()
+        progress.next_micro_batch(2.0)
+        assert progress.snapshot()["longest"] == pytest.approx(6.0, abs=0.1), "a lighter one"
+        progress.next_micro_batch(100.0)
+        assert progress.snapshot()["longest"] == pytest.approx(60.0, abs=1.0)
+        pause(progress, 50.0)
+        progress.ring_step()
+        progress.next_micro_batch()
+        assert progress.snapshot()["longest"] == pytest.approx(50.0, abs=0.1), "it is known now"
+    with progress.during(phases.EVAL):
+        progress.next_micro_batch(1000.0)
+        assert progress.snapshot()["longest"] == pytest.approx(0.0, abs=0.1), "nothing is known of an evaluation"
