@@ -468,8 +468,8 @@ class Keepers:
             by_rank: dict[int, ShardRecord] = {}
             for node_id, records in expected.answers.items():
                 by_rank.update(zip(self._ranks[node_id], records, strict=True))
-                for record in records:
-                    self._where[step, record.file] = [n for n in (node_id, self._peers[node_id]) if n in self.addresses]
+                homes = [n for n in (node_id, self._peers.get(node_id)) if n in self.addresses]
+                self._where |= {(step, record.file): list(homes) for record in records}
             shards = tuple(by_rank[rank] for rank in sorted(by_rank))
             done.append(
                 Collected(step=step, shards=shards, bytes=sum(s.bytes for s in shards), seconds=now - expected.began)

@@ -169,17 +169,7 @@ class PathStorage(Storage):
         self._make()
         aside = self._path / f".{name}.{uuid.uuid4().hex[:12]}.part"  # several may write the same file at once
         try:
-            with aside.open("wb") as file:
-                waiting = 0
-                for chunk in chunks:
-                    file.write(chunk)
-                    waiting += memoryview(chunk).nbytes
-                    if waiting >= SYNC:
-                        file.flush()
-                        os.fdatasync(file.fileno())
-                        waiting = 0
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(aside, chunks)
             aside.replace(self._path / name)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -230,6 +220,25 @@ class PathStorage(Storage):
         self._path.mkdir(parents=True, exist_ok=True)
         for folder in new:
             sync_folder(folder.parent)
+
+
+def write_synced(path: Path, chunks: Iterable[Chunk]) -> int:
+    """Makes a file of the chunks, overwriting one that is there; all of it is on disk when this returns.
+
+    Returns:
+        Its length in bytes.
+    """
+    written = synced = 0
+    with path.open("wb") as file:
+        for chunk in chunks:
+            written += file.write(chunk)
+            if written - synced >= SYNC:
+                file.flush()
+                os.fdatasync(file.fileno())
+                synced = written
+        file.flush()
+        os.fsync(file.fileno())
+    return written
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@ no protection against forgery.
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from raycp.training.storage import SYNC
+from raycp.training.storage import Chunk, write_synced
 
 DTYPES = {
     torch.float64: "F64",
@@ -108,18 +107,15 @@ def write_tensors(
     Returns:
         (bytes, CRC-32) of the whole file.
     """
-    written = checksum = synced = 0
-    with path.open("wb") as file:
+    checksum = 0
+
+    def summed() -> Iterator[Chunk]:
+        nonlocal checksum
         for chunk in tensor_chunks(tensors, load, metadata):
             checksum = zlib.crc32(chunk, checksum)
-            written += file.write(chunk)
-            if written - synced >= SYNC:
-                file.flush()
-                os.fdatasync(file.fileno())
-                synced = written
-        file.flush()
-        os.fsync(file.fileno())
-    return written, checksum
+            yield chunk
+
+    return write_synced(path, summed()), checksum
 
 
 def checksum_of(path: Path) -> tuple[int, int]:

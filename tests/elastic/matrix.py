@@ -5,6 +5,7 @@ and writes all that are there as a table with seconds to build/kill_matrix.md.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -300,17 +301,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
+def run_column(fault: str, matrix: Matrix) -> None:
+    """Asserts that all pairs of a fault do what is expected of them, and adds them to the table of results."""
+    pairs = column(fault)
+    results, problems = matrix.run(pairs)
+    keep(pairs, results)
+    assert problems == []
+    assert len(results) == len(pairs)
+
+
 def keep(pairs: Sequence[Pair], found: Sequence[Result]) -> None:
     """Adds results to build/kill_matrix.json, and makes the table beside it of all that are there."""
     stored = ROOT / "build" / "kill_matrix.json"
-    results = _load(stored)
-    for one, r in zip(pairs, found, strict=True):
-        results[one.phase, one.fault] = Cell(
-            seconds=r.seconds, lost=r.lost, redone=r.redone, problems=tuple(judge(one, r))
-        )
-    _store(stored, results)
-    where = f"On {os.cpu_count()} cores ({_processor()}), {len(results)} pairs."
-    stored.with_suffix(".md").write_text(table(results, where))
+    stored.parent.mkdir(exist_ok=True)
+    with stored.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        results = _load(stored)
+        for one, r in zip(pairs, found, strict=True):
+            results[one.phase, one.fault] = Cell(
+                seconds=r.seconds, lost=r.lost, redone=r.redone, problems=tuple(judge(one, r))
+            )
+        _store(stored, results)
+        where = f"On {os.cpu_count()} cores ({_processor()}), {len(results)} pairs."
+        stored.with_suffix(".md").write_text(table(results, where))
 
 
 def _load(path: Path) -> dict[tuple[str, str], Cell]:
@@ -319,7 +332,6 @@ def _load(path: Path) -> dict[tuple[str, str], Cell]:
 
 
 def _store(path: Path, results: Mapping[tuple[str, str], Cell]) -> None:
-    path.parent.mkdir(exist_ok=True)
     rows = [{"phase": phase, "fault": fault, **asdict(cell)} for (phase, fault), cell in results.items()]
     path.write_text(json.dumps(rows, indent=1))
 

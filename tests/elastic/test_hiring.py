@@ -10,20 +10,15 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from raycp.config import FitConfig
 from raycp.driver import fleet
 from raycp.driver.cluster import ClusterHandle, live_nodes
 from raycp.driver.fleet import Fleet
 from raycp.driver.placement import NodeShare, Reservation, slots
 from raycp.driver.signals import Stopped, StopSignal
-from raycp.plan import CostModel
-from raycp.training.device import resolve_device
-from raycp.training.spec import ModelSpec
-from workers.messages import Probe, RunSpec, StoreSpec
+from tests.specs import run_spec
+from workers.messages import Probe, RunSpec
 
 pytestmark = pytest.mark.slow
-
-STORE = StoreSpec(folder="", fingerprint="", packing="best_fit", plan_hash="")
 
 
 class Applicant:
@@ -51,26 +46,9 @@ class Applicant:
         return
 
 
-def spec_in(folder: Path) -> RunSpec:
-    return RunSpec(
-        run_id="run",
-        output_dir=str(folder),
-        model=ModelSpec(kind="hub", source="none"),
-        model_fingerprint="",
-        tokenizer_folder="",
-        device=resolve_device("cpu", {}),
-        dtype="float32",
-        config=FitConfig(),
-        total_steps=1,
-        cost=CostModel(),
-        train=STORE,
-        evaluation=None,
-    )
-
-
 def fleet_in(folder: Path, say: Callable[[str], None]) -> Fleet:
     handle = ClusterHandle(started_here=True, in_job=False, driver_address="127.0.0.1")
-    return Fleet(spec_in(folder), handle, say)
+    return Fleet(run_spec(folder), handle, say)
 
 
 class Hiring:

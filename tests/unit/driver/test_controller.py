@@ -26,14 +26,11 @@ from raycp.errors import CheckpointError, StaleGenerationError, WorkerError
 from raycp.events import EventLog, read_events
 from raycp.plan import CostModel, GridChoice, RankGrid
 from raycp.plan.resize import WorldLimits
-from raycp.training.device import resolve_device
-from raycp.training.spec import ModelSpec
 from raycp.training.storage import PathStorage
+from tests.specs import run_spec
 from tests.unit.driver.fake_cluster import START, FakeCheckpoints, FakeCluster, FakeKeepers, Fault, Process, after
-from workers.messages import RunSpec, StoreSpec
 
 TOTAL = 6
-STORE = StoreSpec(folder="", fingerprint="", packing="best_fit", plan_hash="")
 SCHEDULE = StepSchedule(num_packs=8, global_batch=2, steps=TOTAL, family="f")
 TWO_NODES = {"a": 2, "b": 2}
 
@@ -59,20 +56,7 @@ class Run:
         self.record = record
         self.events = EventLog(folder / "events.jsonl", generation=record.generation)
         self.checkpoints = FakeCheckpoints(folder, self.events)
-        spec = RunSpec(
-            run_id=record.run_id,
-            output_dir=str(folder),
-            model=ModelSpec(kind="hub", source="none"),
-            model_fingerprint="",
-            tokenizer_folder="",
-            device=resolve_device("cpu", {}),
-            dtype="float32",
-            config=config,
-            total_steps=TOTAL,
-            cost=CostModel(),
-            train=STORE,
-            evaluation=None,
-        )
+        spec = run_spec(folder, run_id=record.run_id, config=config, total_steps=TOTAL)
         self.screen = io.StringIO()
         self.display = display = Display(total_steps=TOTAL, file=self.screen)
         self.stop = StopSignal(display.say)
@@ -498,11 +482,11 @@ def test_a_keeper_lost_while_another_is_replaced_is_replaced_too(
     run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 3", 0, "keeper", rank=0)]))
     assign, calls = FakeKeepers.assign, []
 
-    def lost_meanwhile(keepers: FakeKeepers, generation: int, node_of_rank: Any) -> None:
+    def lost_meanwhile(keepers: FakeKeepers, generation: int, node_of_rank: Any, short: Any) -> None:
         calls.append(generation)
         if len(calls) == 2:
             keepers.lose("b")
-        assign(keepers, generation, node_of_rank)
+        assign(keepers, generation, node_of_rank, short)
 
     monkeypatch.setattr(FakeKeepers, "assign", lost_meanwhile)
     run()

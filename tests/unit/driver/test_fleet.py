@@ -5,16 +5,10 @@ from typing import Any
 
 import pytest
 
-from raycp.config import FitConfig
 from raycp.driver.cluster import ClusterHandle, NodeInfo
 from raycp.driver.fleet import Fleet
 from raycp.driver.placement import NodeShare, Reservation
-from raycp.plan import CostModel
-from raycp.training.device import resolve_device
-from raycp.training.spec import ModelSpec
-from workers.messages import RunSpec, StoreSpec
-
-STORE = StoreSpec(folder="", fingerprint="", packing="best_fit", plan_hash="")
+from tests.specs import run_spec
 
 
 class Group:
@@ -36,20 +30,7 @@ def test_bundles_of_lost_nodes_are_not_kept_for_the_life_of_the_run(
     """A run on nodes that come and go kept every reservation that it ever made."""
     given_back: list[Any] = []
     monkeypatch.setattr("raycp.driver.placement.remove_placement_group", given_back.append)
-    spec = RunSpec(
-        run_id="run",
-        output_dir=str(tmp_path),
-        model=ModelSpec(kind="hub", source="none"),
-        model_fingerprint="",
-        tokenizer_folder="",
-        device=resolve_device("cpu", []),
-        dtype="float32",
-        config=FitConfig(),
-        total_steps=1,
-        cost=CostModel(),
-        train=STORE,
-        evaluation=None,
-    )
+    spec = run_spec(tmp_path)
     cluster = ClusterHandle(started_here=True, in_job=False, driver_address="127.0.0.1")
     fleet = Fleet(spec, cluster, print)
     fleet._add(reservation("home", "first"))

@@ -23,6 +23,7 @@ def keepers() -> Any:
     made: Any = Keepers({}, "nowhere", 1)
     made.addresses = {"a": None, "b": None}
     made._ranks = {"a": [0], "b": [1]}
+    made._peers = {"a": "b", "b": "a"}
     made.expect(5)
     made._expected[5].answers["a"] = [shard(0)]
     return made

@@ -104,7 +104,7 @@ def test_a_long_file_of_an_export_is_synced_as_it_grows_too(tmp_path: Path, monk
     synced: list[int] = []
     plain = os.fdatasync
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(descriptor), plain(descriptor))[1])
-    monkeypatch.setattr(tensorfile, "SYNC", 3 * ROWS * 16)
+    monkeypatch.setattr(storage, "SYNC", 3 * ROWS * 16)
     tensors = {f"t{n}": torch.randn(ROWS, 4) for n in range(7)}
     announced = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     written, checksum = tensorfile.write_tensors(tmp_path / "a.safetensors", announced, tensors.__getitem__)

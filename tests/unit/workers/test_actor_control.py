@@ -9,19 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from raycp.config import FitConfig
 from raycp.errors import WorkerError
-from raycp.plan import CostModel
-from raycp.training.device import resolve_device
-from raycp.training.spec import ModelSpec
 from tests.snapshots import SECRET, Nodes, state_of
+from tests.specs import run_spec
 from workers import progress as phases
 from workers.actor import TrainWorker
 from workers.failure import is_communication
-from workers.messages import RunSpec, StoreSpec
 from workers.snapshot import SnapshotWriter
 
-STORE = StoreSpec(folder="", fingerprint="", packing="best_fit", plan_hash="")
 GENERATION = 1
 
 
@@ -36,20 +31,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 @pytest.fixture
 def worker(nodes: Nodes, tmp_path: Path) -> Iterator[TrainWorker]:
     """A rank that waits for its keeper: the copy of step 2, since step 1 is not committed."""
-    spec = RunSpec(
-        run_id="run",
-        output_dir=str(tmp_path),
-        model=ModelSpec(kind="hub", source="none"),
-        model_fingerprint="",
-        tokenizer_folder="",
-        device=resolve_device("cpu", {}),
-        dtype="float32",
-        config=FitConfig(),
-        total_steps=1,
-        cost=CostModel(),
-        train=STORE,
-        evaluation=None,
-    )
+    spec = run_spec(tmp_path)
     made = TrainWorker(spec)
     groups = SimpleNamespace(rendezvous=SimpleNamespace(generation=GENERATION, rank=0), abort=lambda: 0)
     made._groups = groups  # type: ignore[assignment]  # what control calls ask of them
