@@ -410,6 +410,10 @@ class TrainWorker:
         Returns the connections cut.
         """
         self._progress.cancel(generation)
+        return self._cut(generation)
+
+    def _cut(self, generation: int) -> int:
+        """As `abort`, after an error of this rank's own: it may be asked to write its state again."""
         groups = self._groups
         if groups is None or groups.rendezvous.generation > generation:
             return 0
@@ -468,7 +472,7 @@ class TrainWorker:
             raise
         except Exception as error:
             happened = time.time()
-            self.abort(generation)
+            self._cut(generation)
             groups = self._groups
             known = rank if groups is None else groups.rendezvous.rank
             raise failure_of(error, rank=known, step=step, generation=generation, happened=happened) from None

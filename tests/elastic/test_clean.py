@@ -5,13 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
 from raycp.cli import main
@@ -27,17 +25,6 @@ from tests.elastic.test_keepers import SECRET, Ranks, collect, ended, keeper_pid
 from tests.snapshots import manifest_of
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        made.add_node(num_cpus=2)
-    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
-    yield made
-    ray.shutdown()
-    made.shutdown()
 
 
 class Run:
@@ -89,7 +76,7 @@ class Run:
         return len(find_keepers(self.namespace))
 
 
-def test_a_step_that_is_only_in_memory_is_written_before_its_keepers_end(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_step_that_is_only_in_memory_is_written_before_its_keepers_end(three_nodes: Cluster, tmp_path: Path) -> None:
     run, other = Run(tmp_path / "one", step=7), Run(tmp_path / "other", step=3)
     assert run.alive == 2
     assert run.listens()
@@ -116,7 +103,7 @@ def test_a_step_that_is_only_in_memory_is_written_before_its_keepers_end(cluster
     other.keepers.close()
 
 
-def test_discarding_says_what_is_gone(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_discarding_says_what_is_gone(three_nodes: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path, step=5)
     assert main(["clean", str(tmp_path), "--discard"]) == 0
     assert "step 5 was in memory only and is gone" in capsys.readouterr().out
@@ -124,7 +111,7 @@ def test_discarding_says_what_is_gone(cluster: Cluster, tmp_path: Path, capsys: 
     assert newest(tmp_path / "checkpoints").manifest is None
 
 
-def test_what_storage_has_is_not_written_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_storage_has_is_not_written_again(three_nodes: Cluster, tmp_path: Path) -> None:
     run = Run(tmp_path, step=5)
     point = run.keepers.newest()
     assert point is not None
@@ -133,7 +120,7 @@ def test_what_storage_has_is_not_written_again(cluster: Cluster, tmp_path: Path)
     assert (cleaned.written, cleaned.discarded, run.alive) == (None, None, 0)
 
 
-def test_storage_that_refuses_leaves_the_keepers_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_storage_that_refuses_leaves_the_keepers_alone(three_nodes: Cluster, tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("in the way")
     run = Run(tmp_path / "run", step=5, checkpoint_dir=f"{tmp_path}/a file/checkpoints")
     with pytest.raises(ClusterError, match=r"step 5 cannot be written to .*a file") as caught:
@@ -144,7 +131,7 @@ def test_storage_that_refuses_leaves_the_keepers_alone(cluster: Cluster, tmp_pat
     assert run.alive == 0
 
 
-def test_a_live_driver_is_left_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_live_driver_is_left_alone(three_nodes: Cluster, tmp_path: Path) -> None:
     run = Run(tmp_path, step=5)
     with single_driver(tmp_path), pytest.raises(ConfigError, match="alive"):
         clean_run(tmp_path, discard=True, say=lambda _: None)
@@ -169,9 +156,9 @@ def command(folder: Path, address: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_command_finds_the_cluster_by_its_address(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_command_finds_the_cluster_by_its_address(three_nodes: Cluster, tmp_path: Path) -> None:
     run = Run(tmp_path, step=9)
-    done = command(tmp_path, cluster.address)
+    done = command(tmp_path, three_nodes.address)
     assert done.returncode == 0, done.stderr
     assert "step 9 is in memory only: writing it" in done.stdout
     assert "ended 2 keeper(s)" in done.stdout

@@ -3,38 +3,18 @@
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 
 import raycp
 from raycp.driver import fleet
 from raycp.driver.record import write_json
 from raycp.events import read_events
 from tests.elastic import faulty_worker
-from tests.elastic.runs import GLOBAL_BATCH, STEPS, config, make_folder, pack_ids
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return make_folder(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def unbroken(cluster: None, inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> raycp.FitResult:
-    """The run that nothing happens to."""
-    return raycp.fit(**inputs, output_dir=tmp_path_factory.mktemp("unbroken"), config=config())
+from tests.elastic.runs import GLOBAL_BATCH, STEPS, config, pack_ids
 
 
 def worker_processes() -> list[int]:

@@ -79,19 +79,8 @@ class Hiring:
         return until()
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        made.add_node(num_cpus=2)
-    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
 @pytest.fixture
-def hiring(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hiring]:
+def hiring(three_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hiring]:
     monkeypatch.setattr(fleet, "TrainWorker", Applicant)
     made = Hiring(tmp_path)
     yield made
@@ -149,7 +138,7 @@ def free(seconds: float) -> int:
         time.sleep(0.2)
 
 
-def test_ctrl_c_is_heard_while_there_is_no_room_for_the_first_workers(cluster: Cluster, tmp_path: Path) -> None:
+def test_ctrl_c_is_heard_while_there_is_no_room_for_the_first_workers(three_nodes: Cluster, tmp_path: Path) -> None:
     """It was not heard for `wait_for_capacity`, which may be hours."""
     said: list[str] = []
     made, person = fleet_in(tmp_path, said.append), Person(lambda: bool(said))
@@ -160,7 +149,7 @@ def test_ctrl_c_is_heard_while_there_is_no_room_for_the_first_workers(cluster: C
     assert free(10.0) == 4
 
 
-def test_ctrl_c_is_heard_while_the_cluster_does_not_give_what_it_has(cluster: Cluster) -> None:
+def test_ctrl_c_is_heard_while_the_cluster_does_not_give_what_it_has(three_nodes: Cluster) -> None:
     node = next(n for n in live_nodes() if n.total.get("CPU"))
     began = time.monotonic()
     person = Person(lambda: time.monotonic() > began + 1.0)
@@ -171,7 +160,7 @@ def test_ctrl_c_is_heard_while_the_cluster_does_not_give_what_it_has(cluster: Cl
 
 
 def test_ctrl_c_is_heard_while_the_first_workers_import(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    three_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "TrainWorker", Applicant)
     (tmp_path / "slow").touch()

@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
 from raycp.driver import keepers as module
@@ -37,17 +36,6 @@ for step in (1, 2):
 print("ready", flush=True)
 time.sleep(600)
 """
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        made.add_node(num_cpus=2)
-    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
-    yield made
-    ray.shutdown()
-    made.shutdown()
 
 
 def training_nodes() -> list[NodeInfo]:
@@ -153,7 +141,7 @@ def lost(keepers: Keepers, seconds: float) -> KeeperLost:
     return caught.value
 
 
-def test_steps_are_collected_committed_and_read_back(cluster: Cluster) -> None:
+def test_steps_are_collected_committed_and_read_back(three_nodes: Cluster) -> None:
     keepers, ranks = start("plain", generation=1)
     for step in (1, 2, 3):
         manifest = commit(keepers, ranks, step)
@@ -179,9 +167,9 @@ def test_steps_are_collected_committed_and_read_back(cluster: Cluster) -> None:
 
 
 def test_keepers_outlive_a_killed_driver_and_the_next_one_finds_the_newest_step(
-    cluster: Cluster, tmp_path: Path
+    three_nodes: Cluster, tmp_path: Path
 ) -> None:
-    process = first_driver(cluster.address, "orphan", ttl=300.0, checkpoints=str(tmp_path))
+    process = first_driver(three_nodes.address, "orphan", ttl=300.0, checkpoints=str(tmp_path))
     pids = keeper_pids("orphan")
     assert len(pids) == 2
     process.send_signal(signal.SIGKILL)
@@ -206,7 +194,7 @@ def test_keepers_outlive_a_killed_driver_and_the_next_one_finds_the_newest_step(
     ranks.close()
 
 
-def test_the_generation_fence_refuses_a_driver_that_comes_back(cluster: Cluster) -> None:
+def test_the_generation_fence_refuses_a_driver_that_comes_back(three_nodes: Cluster) -> None:
     zombie, old_ranks = start("fence", generation=1)
     manifest = commit(zombie, old_ranks, 1)
     old_ranks.snapshot(2)
@@ -244,7 +232,7 @@ def test_the_generation_fence_refuses_a_driver_that_comes_back(cluster: Cluster)
         some.close()
 
 
-def test_a_killed_keeper_is_lost_and_another_one_takes_its_place(cluster: Cluster) -> None:
+def test_a_killed_keeper_is_lost_and_another_one_takes_its_place(three_nodes: Cluster) -> None:
     keepers, ranks = start("lost", generation=1)
     commit(keepers, ranks, 1)
     victim = next(iter(keepers.addresses))
@@ -269,7 +257,7 @@ def test_a_killed_keeper_is_lost_and_another_one_takes_its_place(cluster: Cluste
     ranks.close()
 
 
-def test_a_new_keeper_knows_that_the_step_whose_replicas_it_takes_over_is_committed(cluster: Cluster) -> None:
+def test_a_new_keeper_knows_that_the_step_whose_replicas_it_takes_over_is_committed(three_nodes: Cluster) -> None:
     """It waited for that commit before it took replicas of the next step, and ranks stood in the copy for ever."""
     keepers, ranks = start("joined", generation=1)
     commit(keepers, ranks, 1)
@@ -284,7 +272,7 @@ def test_a_new_keeper_knows_that_the_step_whose_replicas_it_takes_over_is_commit
     ranks.close()
 
 
-def test_a_new_keeper_knows_which_steps_were_given_up_before_it_came(cluster: Cluster) -> None:
+def test_a_new_keeper_knows_which_steps_were_given_up_before_it_came(three_nodes: Cluster) -> None:
     """Another way into the same wait: the step that was given up with the old keeper was copied to the new one."""
     keepers, ranks = start("given-up", generation=1)
     commit(keepers, ranks, 1)
@@ -303,7 +291,7 @@ def test_a_new_keeper_knows_which_steps_were_given_up_before_it_came(cluster: Cl
     ranks.close()
 
 
-def test_a_dead_keeper_without_a_step_in_flight_is_noticed_by_the_beat(cluster: Cluster) -> None:
+def test_a_dead_keeper_without_a_step_in_flight_is_noticed_by_the_beat(three_nodes: Cluster) -> None:
     keepers, ranks = start("beat", generation=1)
     victim = list(keepers.addresses)[1]
     keepers.beat()
@@ -322,7 +310,7 @@ def test_a_dead_keeper_without_a_step_in_flight_is_noticed_by_the_beat(cluster: 
     ranks.close()
 
 
-def test_a_frozen_keeper_is_lost_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_keeper_is_lost_too(three_nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ORDER_SECONDS", 1.0)
     monkeypatch.setattr(module, "POLL_SECONDS", 1.0)
     keepers, ranks = start("frozen", generation=1, unresponsive_after=2.0)
@@ -343,7 +331,7 @@ def test_a_frozen_keeper_is_lost_too(cluster: Cluster, monkeypatch: pytest.Monke
     ranks.close()
 
 
-def test_a_process_of_a_node_is_killed_by_id_and_start(cluster: Cluster) -> None:
+def test_a_process_of_a_node_is_killed_by_id_and_start(three_nodes: Cluster) -> None:
     keepers, ranks = start("kill", generation=1)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(process.pid).create_time()
@@ -359,7 +347,7 @@ def test_a_process_of_a_node_is_killed_by_id_and_start(cluster: Cluster) -> None
     ranks.close()
 
 
-def test_a_step_goes_to_storage_beside_the_run(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_step_goes_to_storage_beside_the_run(three_nodes: Cluster, tmp_path: Path) -> None:
     keepers, ranks = start("disk", generation=1)
     manifest = commit(keepers, ranks, 1)
     flush = keepers.persist(manifest, str(step_folder(tmp_path, 1)), commit=True)
@@ -384,7 +372,7 @@ def test_a_step_goes_to_storage_beside_the_run(cluster: Cluster, tmp_path: Path)
     ranks.close()
 
 
-def test_a_keeper_lost_before_it_has_written_is_told(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_keeper_lost_before_it_has_written_is_told(three_nodes: Cluster, tmp_path: Path) -> None:
     keepers, ranks = start("torn", generation=1)
     manifest = commit(keepers, ranks, 1, shapes=BIG)
     pids = keeper_pids("torn")
@@ -398,8 +386,8 @@ def test_a_keeper_lost_before_it_has_written_is_told(cluster: Cluster, tmp_path:
     ranks.close()
 
 
-def test_without_a_driver_the_step_is_written_and_the_keepers_end(cluster: Cluster, tmp_path: Path) -> None:
-    process = first_driver(cluster.address, "expire", ttl=3.0, checkpoints=str(tmp_path))
+def test_without_a_driver_the_step_is_written_and_the_keepers_end(three_nodes: Cluster, tmp_path: Path) -> None:
+    process = first_driver(three_nodes.address, "expire", ttl=3.0, checkpoints=str(tmp_path))
     pids = keeper_pids("expire")
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -414,9 +402,9 @@ def test_without_a_driver_the_step_is_written_and_the_keepers_end(cluster: Clust
     assert keeper_pids("expire") == {}
 
 
-def test_keepers_that_another_driver_found_have_its_time_and_its_folder(cluster: Cluster, tmp_path: Path) -> None:
+def test_keepers_that_another_driver_found_have_its_time_and_its_folder(three_nodes: Cluster, tmp_path: Path) -> None:
     """They lived on for the time of the first command, and wrote to its folder."""
-    process = first_driver(cluster.address, "told", ttl=300.0, checkpoints=str(tmp_path / "old"))
+    process = first_driver(three_nodes.address, "told", ttl=300.0, checkpoints=str(tmp_path / "old"))
     pids = keeper_pids("told")
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -431,7 +419,7 @@ def test_keepers_that_another_driver_found_have_its_time_and_its_folder(cluster:
     assert not (tmp_path / "old").exists()
 
 
-def test_a_keeper_on_a_node_that_came_starts_while_nobody_waits(cluster: Cluster) -> None:
+def test_a_keeper_on_a_node_that_came_starts_while_nobody_waits(three_nodes: Cluster) -> None:
     keepers, ranks = start("begin", generation=1)
     came, later = next(n for n in live_nodes() if n.node_id not in keepers.addresses), time.monotonic() + 60.0
     while came.node_id not in keepers.addresses:
@@ -455,8 +443,8 @@ def test_a_keeper_on_a_node_that_came_starts_while_nobody_waits(cluster: Cluster
     ranks.close()
 
 
-def test_a_node_lost_with_its_raylet_leaves_its_replicas(cluster: Cluster) -> None:
-    extra = cluster.add_node(num_cpus=2)
+def test_a_node_lost_with_its_raylet_leaves_its_replicas(three_nodes: Cluster) -> None:
+    extra = three_nodes.add_node(num_cpus=2)
     nodes = training_nodes()
     gone = next(n for n in nodes if n.node_id == extra.node_id)
     stays = next(n for n in nodes if n.node_id != extra.node_id)
@@ -492,4 +480,4 @@ def test_a_node_lost_with_its_raylet_leaves_its_replicas(cluster: Cluster) -> No
     assert ended(pids)
     for some in (ranks, alone):
         some.close()
-    cluster.remove_node(extra, allow_graceful=False)
+    three_nodes.remove_node(extra, allow_graceful=False)

@@ -1,37 +1,17 @@
 """Real Ray, real kills: the run goes on in the same call, in place, and computes what an unbroken run computes."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 import raycp
 from raycp.driver import fleet, keeper_calls
 from raycp.events import read_events
 from tests.elastic import faulty_worker
-from tests.elastic.runs import STEPS, config, make_folder, pack_ids
+from tests.elastic.runs import STEPS, config, pack_ids
 from tests.elastic.slow_keeper import SLOW_SECONDS, SlowKeeper
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return make_folder(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def unbroken(cluster: None, inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> raycp.FitResult:
-    """The run that nothing happens to."""
-    return raycp.fit(**inputs, output_dir=tmp_path_factory.mktemp("unbroken"), config=config())
 
 
 def events(folder: Path, *names: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from raycp.driver import fleet, probe
 from raycp.driver.cluster import live_nodes
 from raycp.driver.placement import Reservation, allocate
 from raycp.errors import ClusterError
-from tests.elastic.runs import STEPS, config, make_folder, pack_ids
+from tests.elastic.runs import STEPS, config, pack_ids
 from workers.actor import TrainWorker
 from workers.messages import Probe, Rendezvous
 
@@ -45,11 +45,6 @@ def cluster() -> Iterator[Cluster]:
     yield made
     ray.shutdown()
     made.shutdown()
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return make_folder(tmp_path_factory.mktemp("inputs"))
 
 
 def test_a_run_over_two_nodes_with_the_driver_on_a_third(

@@ -15,7 +15,7 @@ import raycp
 from raycp.driver import fleet
 from raycp.driver.record import write_json
 from raycp.errors import ClusterError
-from tests.elastic.runs import STEPS, config, make_folder
+from tests.elastic.runs import STEPS, config
 from workers.actor import TrainWorker
 from workers.messages import Probe
 
@@ -47,11 +47,6 @@ def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return make_folder(tmp_path_factory.mktemp("inputs"))
 
 
 def test_a_worker_that_dies_while_it_starts_is_started_again(

@@ -17,7 +17,7 @@ from raycp.driver.stuck import COPY_PATIENCE, FIRST
 from raycp.errors import WorkerError
 from raycp.events import read_events
 from tests.elastic import hanging_worker
-from tests.elastic.runs import STEPS, config, make_folder, pack_ids
+from tests.elastic.runs import STEPS, config, pack_ids
 from tests.elastic.small_rank import Hang, SmallRank
 from workers import progress as phases
 from workers.messages import Probe
@@ -26,25 +26,7 @@ HEARTBEAT = 3.0
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return make_folder(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def unbroken(cluster: None, inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> raycp.FitResult:
-    """The run that nothing happens to."""
-    return raycp.fit(**inputs, output_dir=tmp_path_factory.mktemp("unbroken"), config=config())
-
-
-@pytest.fixture(scope="module")
-def actors(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Hang]:
+def actors(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Hang]:
     """Three ranks, and what they hang in."""
     folder = tmp_path_factory.mktemp("ranks")
     made: Any = ray.remote(concurrency_groups={CONTROL: 2})(SmallRank)
@@ -85,7 +67,7 @@ def test_slow_work_is_left_alone(ranks: Membership) -> None:
 
 
 def test_a_frozen_keeper_holds_up_the_run_no_longer_than_until_it_is_noticed(
-    cluster: None, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_ray: None, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks waited until Ray had ended it, which takes five seconds for a stopped process."""
     monkeypatch.setattr(fleet, "TrainWorker", hanging_worker.KeeperFreezer)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raycp.errors import WorkerError
+from raycp.errors import CheckpointError, WorkerError
 from tests.snapshots import SECRET, Nodes, state_of
 from tests.specs import run_spec
 from workers import progress as phases
@@ -84,3 +84,17 @@ def test_a_rank_that_reads_or_writes_files_stops_when_another_rank_is_lost(call:
     assert time.monotonic() - began < 3
     assert is_communication(caught.value), "a consequence of a failure elsewhere"
     worker._guard(call, GENERATION + 1, worker._progress.piece)
+
+
+def test_a_rank_whose_export_failed_can_still_write_its_state(
+    worker: TrainWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint was damaged on storage: it is written again from the ranks, and exported."""
+    monkeypatch.setattr("workers.actor.failure_of", lambda error, **_: error)
+
+    def export() -> None:
+        raise CheckpointError("planted: it is damaged", fix="")
+
+    with pytest.raises(CheckpointError, match="planted"):
+        worker._guard(phases.EXPORT, GENERATION, export)
+    worker._guard(phases.SAVE, GENERATION, worker._progress.piece)
