@@ -7,7 +7,7 @@ wait longer than stated. Costs about a second to start a keeper (a process witho
 import contextlib
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -25,6 +25,8 @@ START_SECONDS = 60.0
 """How long a new keeper may take to answer."""
 PIN_SECONDS = 2.0
 """How long a keeper may take to say what it holds."""
+LOOK_SECONDS = 0.2
+"""How long Ray may take to say that a keeper has died."""
 _PREFIX = "keeper-"
 _GROUPS = {CONTROL: 8, COLLECT: 32, DISK: 8}
 
@@ -259,6 +261,17 @@ def answers_of(calls: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     return answers
 
 
+def answers_but(calls: Mapping[str, Any], timeout: float, *, silent: Callable[[], Collection[str]]) -> dict[str, Any]:
+    """As `answers_of`, but those that are `silent` by now are not waited for."""
+    deadline, answers, left = time.monotonic() + timeout, dict[str, Any](), dict(calls)
+    while left:
+        answers |= answers_of(left, max(0.0, min(deadline - time.monotonic(), LOOK_SECONDS)))
+        left = {n: c for n, c in left.items() if isinstance(answers[n], GetTimeoutError) and n not in silent()}
+        if time.monotonic() >= deadline:
+            break
+    return answers
+
+
 def end_actor(handle: Any) -> None:
     """Ends it at once; does not wait."""
     with contextlib.suppress(RayError):  # it was dead already
@@ -273,6 +286,15 @@ def lost(node_id: str, cause: str) -> KeeperLost:
         node_id=node_id,
         cause=cause,
     )
+
+
+def raise_first(answers: Mapping[str, Any]) -> None:
+    """Raises the first error among the answers; `KeeperLost` for one that is not raycp's own."""
+    for node_id, answer in answers.items():
+        if isinstance(answer, RaycpError):
+            raise answer
+        if isinstance(answer, BaseException):
+            raise lost(node_id, f"{type(answer).__name__}: {first_line(answer)}") from answer
 
 
 def first_line(error: BaseException) -> str:

@@ -21,22 +21,24 @@ from raycp.driver.copies import Collected, Layouts, newest_point, replica_homes
 from raycp.driver.keeper_calls import (
     COLLECT,
     CONTROL,
+    LOOK_SECONDS,
     START_SECONDS,
     Arrivals,
     CopyRefused,
     Flush,
     KeeperLost,
+    answers_but,
     answers_of,
     end_actor,
     find_keepers,
-    first_line,
     lost,
     on,
     order_flush,
+    raise_first,
     start_keepers,
 )
 from raycp.driver.pulse import Pulse
-from raycp.errors import ClusterError, RaycpError, StaleGenerationError
+from raycp.errors import ClusterError, StaleGenerationError
 from raycp.training.manifest import Manifest, ManifestChange, ShardRecord
 from workers.keeper import SETTLE_SECONDS, Inventory
 from workers.memory_reader import MemoryPoint
@@ -48,8 +50,6 @@ ORDER_SECONDS = 10.0
 """How long a keeper may take to answer an order."""
 COMMIT_SECONDS, ENTRY_SECONDS = 2.0, 4e-5
 """How long a keeper may take to note a commit, and how much longer for each entry of a manifest that travels whole."""
-LOOK_SECONDS = 0.2
-"""How long Ray may take to say that a keeper has died."""
 POLL_SECONDS = 5.0
 """Length of one long poll."""
 
@@ -236,11 +236,11 @@ class Keepers:
             node_id: on(handle, "assign", CONTROL).remote(generation, ranks.get(node_id, []), peer_of[node_id], live)
             for node_id, handle in handles.items()
         }
-        self._raise_first(answers_of(calls, ORDER_SECONDS))
+        raise_first(self._answers(calls, ORDER_SECONDS))
         same = generation == self._generation
         if same:  # a keeper that is new gets replicas of steps before it: it would wait for their commits
             if self._committed is not None and self._committed.generation == generation:
-                self._raise_first(self._tell(handles, self._committed, COMMIT_SECONDS))
+                raise_first(self._tell(handles, self._committed, COMMIT_SECONDS))
             if self._abandoned >= 0:
                 self.abandon(self._abandoned)
         expected = {step: e.began for step, e in self._expected.items()} if same else {}
@@ -292,7 +292,7 @@ class Keepers:
             if isinstance(answer, StaleGenerationError):
                 raise answer
         if answers and len(failures) == len(answers):
-            self._raise_first(failures)
+            raise_first(failures)
 
     def abandon(self, step: int) -> None:
         """Steps up to this one that are not committed will not be, since a part of their copies is lost: later ones
@@ -302,7 +302,7 @@ class Keepers:
             self._abandoned = max(self._abandoned, step)
             self._expected = {s: e for s, e in self._expected.items() if s > step}
             calls = {n: on(h, "abandon", CONTROL).remote(self._generation, step) for n, h in self._handles.items()}
-        answers_of(calls, COMMIT_SECONDS)  # a keeper that does not answer is seen by `poll`
+        self._answers(calls, COMMIT_SECONDS)  # a keeper that does not answer is seen by `poll`
 
     # -- recovery ---------------------------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class Keepers:
             calls = {
                 n: on(h, "keep_only", CONTROL).remote(*arguments, by=self._generation) for n, h in self._handles.items()
             }
-        self._raise_first(answers_of(calls, ORDER_SECONDS))
+        raise_first(self._answers(calls, ORDER_SECONDS))
 
     def kill_process(self, node_id: str, pid: int, started: float) -> bool:
         """Kills a process of a node at once; waits at most a second.
@@ -420,7 +420,7 @@ class Keepers:
 
     def _tell(self, handles: Mapping[str, Any], what: Manifest | ManifestChange, patience: float) -> dict[str, Any]:
         shared = ray.put(what)
-        return answers_of({n: on(h, "commit", CONTROL).remote(shared) for n, h in handles.items()}, patience)
+        return self._answers({n: on(h, "commit", CONTROL).remote(shared) for n, h in handles.items()}, patience)
 
     def _ask(self, node_id: str, step: int) -> None:
         call = on(self._handles[node_id], "collect", COLLECT)
@@ -478,17 +478,18 @@ class Keepers:
             self._where = {key: homes for key, homes in self._where.items() if key[0] >= oldest}
         return done
 
-    def _raise_first(self, answers: Mapping[str, Any]) -> None:
-        for node_id, answer in answers.items():
-            if isinstance(answer, RaycpError):
-                raise answer
-            if isinstance(answer, BaseException):
-                raise lost(node_id, f"{type(answer).__name__}: {first_line(answer)}") from answer
+    def _answers(self, calls: Mapping[str, Any], patience: float) -> dict[str, Any]:
+        """As `answers_of`, but nobody waits for a keeper that is known to be silent."""
+        return answers_but(calls, patience, silent=self._silent)
+
+    def _silent(self) -> dict[str, str]:
+        with self._lock:
+            return self._pulse.silent()
 
     def _inventories(self) -> dict[str, Inventory]:
         with self._lock:
             calls = {n: on(h, "inventory", CONTROL).remote() for n, h in self._handles.items()}
-        answers = answers_of(calls, SETTLE_SECONDS + COMMIT_SECONDS)
+        answers = self._answers(calls, SETTLE_SECONDS + COMMIT_SECONDS)
         return {n: a for n, a in answers.items() if isinstance(a, Inventory)}
 
     def _look_up(self, manifest: Manifest) -> None:

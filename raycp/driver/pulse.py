@@ -60,14 +60,17 @@ class Pulse:
         if silent > limit:
             self._silent[node_id] = (float("-inf"), f"no answer for {silent:.0f} s")
 
+    def silent(self) -> dict[str, str]:
+        """Those that have died, or were out of reach or silent for too long, and how that was seen."""
+        now = time.monotonic()
+        return {n: cause for n, (since, cause) in self._silent.items() if now - since > UNAVAILABLE_SECONDS}
+
     def check(self) -> None:
         """Raises:
         KeeperLost: one has died, or was out of reach or silent for too long.
         """
-        now = time.monotonic()
-        for node_id, (since, cause) in self._silent.items():
-            if now - since > UNAVAILABLE_SECONDS:
-                raise lost(node_id, cause)
+        for node_id, cause in self.silent().items():
+            raise lost(node_id, cause)
 
     def forget(self, node_id: str) -> None:
         """The keeper of that node is nobody's any more."""

@@ -1,12 +1,16 @@
 """The driver's side of keepers without Ray: which answers make a step, and which make a lost keeper."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
+from raycp.driver import keeper_calls
+from raycp.driver import keepers as module
 from raycp.driver.copies import Layouts
 from raycp.driver.keepers import KeeperLost, Keepers
 from raycp.driver.pulse import Pulse
@@ -63,6 +67,31 @@ def test_a_keeper_that_died_is_lost_at_once_and_one_out_of_reach_gets_a_moment()
     pulse.note("a", ActorDiedError())
     with pytest.raises(KeeperLost):
         pulse.check()
+
+
+@pytest.mark.parametrize("ask", [Keepers._inventories, lambda keepers: keepers.keep_only(None)])
+def test_a_recovery_waits_for_no_keeper_that_is_known_to_be_silent(
+    ask: Callable[[Keepers], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that was frozen while ranks connected held up each of its questions: 44 s where 4 s had shown it."""
+    made = keepers()
+    made._handles = {"a": "A", "b": "B"}
+    began = time.monotonic()
+
+    def never(calls: dict[str, Any], seconds: float) -> dict[str, Any]:
+        time.sleep(seconds)
+        if time.monotonic() - began > 0.5:
+            made._pulse.waits("b", time.monotonic() - 5.0, 4.0)
+        return {n: GetTimeoutError() if n == "b" else True for n in calls}
+
+    monkeypatch.setattr(keeper_calls, "answers_of", never)
+    monkeypatch.setattr(module, "on", lambda *_: SimpleNamespace(remote=lambda *_, **__: None))
+    if ask is Keepers._inventories:
+        assert ask(made) == {}
+    else:
+        with pytest.raises(KeeperLost, match="keeper of node b is lost"):
+            ask(made)
+    assert 0.4 < time.monotonic() - began < 2.0
 
 
 def test_a_lost_keeper_is_told_also_where_no_step_is_waited_for() -> None:
