@@ -76,6 +76,7 @@ class TrainWorker:
         self._train: tuple[PackLoader, Batcher] | None = None
         self._eval: tuple[PackLoader, Batcher] | None = None
         self._snapshots: SnapshotWriter | None = None
+        self._reader: MemoryReader | None = None
         # What was imported stays: each collection of a recovery would look at its 400,000 objects, for half a second.
         # The model is not frozen: it is full of cycles, and has to go when another one takes its place.
         gc.freeze()
@@ -246,7 +247,7 @@ class TrainWorker:
         def body() -> None:
             state = self._require_state(generation)
             near = ray.get_runtime_context().get_node_id()
-            reader = MemoryReader(
+            self._reader = reader = MemoryReader(
                 point.manifest,
                 point.holders,
                 secret=secret,
@@ -259,6 +260,7 @@ class TrainWorker:
             except CheckpointError as error:  # a keeper was lost meanwhile: another attempt may find what is missing
                 raise ClusterError(error.message, fix=error.fix) from error
             finally:
+                self._reader = None
                 reader.close()
 
         self._guard(phases.RECALL, generation, body)
@@ -422,15 +424,18 @@ class TrainWorker:
         return groups.abort()
 
     def let_go(self, generation: int, keeper: KeeperAddress) -> bool:
-        """Waits no more for a keeper that is lost or stands still; the report of the step names it as `copy_problem`.
+        """Waits no more for a keeper that is lost or stands still: what is read from it is asked of another one; a copy
+        is not made, and the report of the step names it as `copy_problem`.
 
         Returns:
             False: the order is of another generation, or copies go to another keeper by now: nothing was done.
         """
-        groups, snapshots = self._groups, self._snapshots
-        if groups is None or groups.rendezvous.generation != generation or snapshots is None:
+        groups, snapshots, reader = self._groups, self._snapshots, self._reader
+        if groups is None or groups.rendezvous.generation != generation:
             return False
-        if snapshots.address != keeper:
+        if reader is not None:
+            return reader.pass_over(keeper)
+        if snapshots is None or snapshots.address != keeper:
             return False
         snapshots.close()
         return True

@@ -65,6 +65,17 @@ class MemoryReader(RowReader):
         self._secret = secret
         self._near = near
         self._connections: dict[KeeperAddress, Connection] = {}
+        self._passed_over: set[KeeperAddress] = set()
+
+    def pass_over(self, keeper: KeeperAddress) -> bool:
+        """Waits for this holder no more, and asks it nothing; from any thread. False: it was told before."""
+        if keeper in self._passed_over:
+            return False
+        self._passed_over.add(keeper)
+        connection = self._connections.get(keeper)
+        if connection is not None:
+            connection.close()
+        return True
 
     def close(self) -> None:
         """Ends the connections; idempotent."""
@@ -77,6 +88,8 @@ class MemoryReader(RowReader):
         holders = self._holders.get(shard.file, [])
         for address in list(holders):
             try:
+                if address in self._passed_over:
+                    raise ConnectionError("it is known to be silent")
                 return self._ask(address, shard, start, stop)
             except StaleGenerationError:
                 raise

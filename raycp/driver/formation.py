@@ -315,11 +315,13 @@ class Formation:
         if manifest.cursor:
             step = self._schedule.restore(Cursor.from_dict(manifest.cursor))
         if point is not None and self.memory is not None:
-            self.memory.keep_only(point)
-            self.ranks.gather(
+            memory, ranks = self.memory, self.ranks
+            memory.keep_only(point)
+            ranks.gather(
                 lambda m: m.actor.restore_memory.remote(generation, point, self._secret),
                 what=f"restoring step {step} from memory",
                 patience=SOME_PATIENCE,
+                meanwhile=lambda: ranks.pass_over(memory.silent().values()),
             )
             commits.adopt(manifest)
             return Source(step, "memory", None)

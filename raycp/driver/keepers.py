@@ -358,6 +358,11 @@ class Keepers:
         }
         return [n for n, a in answers.items() if n in died or (n in suspects and not isinstance(a, KeeperAddress))]
 
+    def silent(self) -> dict[str, KeeperAddress]:
+        """Keepers that are known to answer no more, by node id."""
+        with self._lock:
+            return {n: self.addresses[n] for n in self._pulse.silent() if n in self.addresses}
+
     def beat(self) -> None:
         """Tells the keepers that the driver lives; does not wait. What does not answer is `KeeperLost` in `poll`."""
         with self._lock:
@@ -480,11 +485,7 @@ class Keepers:
 
     def _answers(self, calls: Mapping[str, Any], patience: float) -> dict[str, Any]:
         """As `answers_of`, but nobody waits for a keeper that is known to be silent."""
-        return answers_but(calls, patience, silent=self._silent)
-
-    def _silent(self) -> dict[str, str]:
-        with self._lock:
-            return self._pulse.silent()
+        return answers_but(calls, patience, silent=self.silent)
 
     def _inventories(self) -> dict[str, Inventory]:
         with self._lock:

@@ -8,7 +8,7 @@ which ranks came to rest. Costs a question to each rank every `POLL_SECONDS` whi
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class Membership:
         self._beats: dict[int, dict[str, Any]] = {}
         self._open: dict[Any, Member] = {}
         self._lost: set[int] = set()
+        self._passed_over: set[KeeperAddress] = set()
 
     def gather(
         self,
@@ -156,6 +157,13 @@ class Membership:
         """
         for member in self.members:
             if member.probe.node_id == keeper.node_id:
+                member.actor.let_go.options(concurrency_group=CONTROL).remote(self.generation, keeper)
+
+    def pass_over(self, keepers: Iterable[KeeperAddress]) -> None:
+        """Orders all ranks, once for each of these, to read from other keepers; does not wait for them."""
+        for keeper in [k for k in keepers if k not in self._passed_over]:
+            self._passed_over.add(keeper)
+            for member in self.members:
                 member.actor.let_go.options(concurrency_group=CONTROL).remote(self.generation, keeper)
 
     def freeze(self, seconds: float) -> list[int]:

@@ -7,7 +7,7 @@ keeper; a keeper's content dies with its node. Faults come from a script: at the
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -494,6 +494,9 @@ class FakeRanks:
             if process.alive and not process.frozen and process.keeper == keeper:
                 process.copying, process.uncopied = None, "the writer was closed"
 
+    def pass_over(self, keepers: Iterable[KeeperAddress]) -> None:
+        """What is read here comes at once."""
+
     def freeze(self, seconds: float) -> list[int]:
         return [m.rank for m in self.members if not m.actor.alive or m.actor.frozen or m.actor.hangs]
 
@@ -566,6 +569,9 @@ class FakeKeepers:
 
     def answers(self, node_id: str) -> bool:
         return node_id in self.addresses and node_id not in self.gone and node_id not in self.frozen
+
+    def silent(self) -> dict[str, KeeperAddress]:
+        return {n: a for n, a in self.addresses.items() if n in self.frozen}
 
     def assign(self, generation: int, node_of_rank: Sequence[str], short: Collection[str] = ()) -> None:
         assert generation >= self.generation

@@ -151,6 +151,9 @@ def test_only_the_ranks_of_its_node_are_told_to_wait_no_more_for_a_lost_keeper()
     keeper = KeeperAddress(node_id=ranks.members[1].probe.node_id, host="", port=1, unix="")
     ranks.let_go(keeper)
     assert [a.orders for a in actors] == [[], [(7, keeper)], []]
+    ranks.pass_over([keeper])
+    ranks.pass_over([keeper])
+    assert [len(a.orders) for a in actors] == [1, 2, 1], "any rank may read from it, and is told once"
 
 
 class LateAnswers:

@@ -15,6 +15,7 @@ from tests.specs import run_spec
 from workers import progress as phases
 from workers.actor import TrainWorker
 from workers.failure import is_communication
+from workers.memory_reader import MemoryReader
 from workers.snapshot import SnapshotWriter
 
 GENERATION = 1
@@ -50,6 +51,18 @@ def test_a_rank_that_waits_for_a_keeper_lets_go_of_it_when_it_is_told_to(worker:
     threading.Timer(0.2, worker.let_go, (GENERATION, nodes["a"].address())).start()
     assert writer.wait() < 3
     assert writer.problem is not None
+
+
+def test_a_rank_that_reads_from_a_keeper_asks_another_one_and_keeps_its_own(worker: TrainWorker, nodes: Nodes) -> None:
+    keeper, writer = nodes["a"].address(), worker._require(worker._snapshots)
+    point = nodes.point()
+    worker._reader = reader = MemoryReader(point.manifest, point.holders, secret=SECRET, near="a")
+    assert not worker.let_go(GENERATION + 1, keeper)
+    assert worker.let_go(GENERATION, keeper)
+    with pytest.raises(CheckpointError, match="known to be silent"):
+        reader.read(next(iter(reader.names)))
+    assert writer.problem is None
+    reader.close()
 
 
 @pytest.mark.parametrize("late", ["older generation", "newer generation", "keeper before this one", "no keeper"])

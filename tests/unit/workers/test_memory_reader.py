@@ -1,5 +1,6 @@
 """Rows out of memory into another world: the same, bit for bit, as out of a checkpoint."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,25 @@ def test_a_holder_that_is_gone_is_passed_over(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no holder is left"):
         reader.read("param/w")
     nodes.close()
+
+
+def test_a_holder_that_stands_still_is_passed_over_as_soon_as_it_is_known_to(held: Nodes) -> None:
+    """A rank waited two minutes for a keeper that was frozen while it read, though its silence was known."""
+    point, silent = held.point(), held["a"].address()
+    reader = MemoryReader(point.manifest, point.holders, secret=SECRET, near="a")
+    assert torch.equal(reader.read("param/w", 0, 5), whole("param/w", 2)[:5])
+    found: list[torch.Tensor] = []
+    reading = threading.Thread(target=lambda: found.append(reader.read("param/w")))
+    with held["a"]._changed:  # it answers nobody
+        reading.start()
+        reading.join(0.5)
+        assert found == []
+        assert reader.pass_over(silent)
+        assert not reader.pass_over(silent), "it was told before"
+        reading.join(5.0)
+        assert torch.equal(found[0], whole("param/w", 2))
+        assert torch.equal(reader.read("param/w", 3, 9), whole("param/w", 2)[3:9]), "nor is it asked again"
+    reader.close()
 
 
 def test_a_stranger_reads_nothing(held: Nodes) -> None:
