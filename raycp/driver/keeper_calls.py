@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycp.errors import CheckpointError, ClusterError, RaycpError, StaleGenerationError
@@ -270,6 +270,11 @@ def answers_but(calls: Mapping[str, Any], timeout: float, *, silent: Callable[[]
         if time.monotonic() >= deadline:
             break
     return answers
+
+
+def has_died(answer: Any) -> bool:
+    """Whether an answer says that the keeper has ended, and not merely that it is out of reach."""
+    return isinstance(answer, RayActorError) and not isinstance(answer, ActorUnavailableError)
 
 
 def end_actor(handle: Any) -> None:

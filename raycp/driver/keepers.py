@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
 
 from raycp.driver.cluster import NodeInfo, live_nodes
 from raycp.driver.copies import Collected, Layouts, newest_point, replica_homes
@@ -31,6 +30,7 @@ from raycp.driver.keeper_calls import (
     answers_of,
     end_actor,
     find_keepers,
+    has_died,
     lost,
     on,
     order_flush,
@@ -353,9 +353,7 @@ class Keepers:
             calls = {n: on(h, "address", CONTROL).remote() for n, h in self._handles.items()}
         answers = answers_of({n: c for n, c in calls.items() if n in suspects}, seconds)
         answers |= answers_of({n: c for n, c in calls.items() if n not in answers}, LOOK_SECONDS)
-        died = {
-            n for n, a in answers.items() if isinstance(a, RayActorError) and not isinstance(a, ActorUnavailableError)
-        }
+        died = {n for n, a in answers.items() if has_died(a)}
         return [n for n, a in answers.items() if n in died or (n in suspects and not isinstance(a, KeeperAddress))]
 
     def silent(self) -> dict[str, KeeperAddress]:
