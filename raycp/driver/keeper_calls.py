@@ -27,6 +27,8 @@ PIN_SECONDS = 2.0
 """How long a keeper may take to say what it holds."""
 LOOK_SECONDS = 0.2
 """How long Ray may take to say that a keeper has died."""
+Ask = Callable[[Mapping[str, Any], float], dict[str, Any]]
+"""As `answers_of`."""
 _PREFIX = "keeper-"
 _GROUPS = {CONTROL: 8, COLLECT: 32, DISK: 8}
 
@@ -270,6 +272,15 @@ def answers_but(calls: Mapping[str, Any], timeout: float, *, silent: Callable[[]
         if time.monotonic() >= deadline:
             break
     return answers
+
+
+def answered(references: Sequence[Any], timeout: float) -> list[Any]:
+    """Those that are answered, once one of them is; none after `timeout` seconds."""
+    if not references:
+        time.sleep(min(timeout, 0.05))
+        return []
+    ready: list[Any] = ray.wait(list(references), num_returns=1, timeout=timeout)[0]
+    return ray.wait(list(references), num_returns=len(references), timeout=0)[0] if ready else []
 
 
 def has_died(answer: Any) -> bool:

@@ -23,9 +23,11 @@ from raycp.driver.keeper_calls import (
     LOOK_SECONDS,
     START_SECONDS,
     Arrivals,
+    Ask,
     CopyRefused,
     Flush,
     KeeperLost,
+    answered,
     answers_but,
     answers_of,
     end_actor,
@@ -310,8 +312,12 @@ class Keepers:
         """The newest step that the reachable keepers hold whole; None if there is none. See `newest_point`."""
         with self._lock:
             addresses = dict(self.addresses)
-        held = {addresses[n]: i for n, i in self._inventories().items() if n in addresses}
-        return newest_point(held, run_id=str(self._options.get("run_id", "")), known=known)
+        for ask in (self._answers, answers_of):  # a silent keeper is waited for only where what it may hold is missing
+            held = {addresses[n]: i for n, i in self._inventories(ask).items() if n in addresses}
+            point = newest_point(held, run_id=str(self._options.get("run_id", "")), known=known)
+            if self._committed is None or (point is not None and point.manifest.age >= self._committed.age):
+                break
+        return point
 
     def keep_only(self, point: MemoryPoint | None) -> None:
         """The run continues from `point`: everything else in memory is given up; everything, for None.
@@ -433,13 +439,7 @@ class Keepers:
     def _poll_once(self, timeout: float) -> list[Collected]:
         with self._lock:
             references = list(self._polls)
-        if references:
-            ready, _ = ray.wait(references, num_returns=1, timeout=timeout)
-            if ready:
-                ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        else:
-            ready = []
-            time.sleep(min(timeout, 0.05))
+        ready = answered(references, timeout)
         now = time.monotonic()
         answers = {r: answers_of({"": r}, 0.0)[""] for r in ready}
         with self._lock:
@@ -485,10 +485,10 @@ class Keepers:
         """As `answers_of`, but nobody waits for a keeper that is known to be silent."""
         return answers_but(calls, patience, silent=self.silent)
 
-    def _inventories(self) -> dict[str, Inventory]:
+    def _inventories(self, ask: Ask = answers_of) -> dict[str, Inventory]:
         with self._lock:
             calls = {n: on(h, "inventory", CONTROL).remote() for n, h in self._handles.items()}
-        answers = self._answers(calls, SETTLE_SECONDS + COMMIT_SECONDS)
+        answers = ask(calls, SETTLE_SECONDS + COMMIT_SECONDS)
         return {n: a for n, a in answers.items() if isinstance(a, Inventory)}
 
     def _look_up(self, manifest: Manifest) -> None:

@@ -1,5 +1,7 @@
 """The driver's side of keepers without Ray: which answers make a step, and which make a lost keeper."""
 
+import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +17,8 @@ from raycp.driver.copies import Layouts
 from raycp.driver.keepers import KeeperLost, Keepers
 from raycp.driver.pulse import Pulse
 from raycp.training.manifest import Manifest, ManifestChange, ShardEntry, ShardRecord, shard_file
+from workers.keeper import HeldShard, Inventory
+from workers.wire import KeeperAddress
 
 
 def shard(rank: int) -> ShardRecord:
@@ -69,29 +73,59 @@ def test_a_keeper_that_died_is_lost_at_once_and_one_out_of_reach_gets_a_moment()
         pulse.check()
 
 
-@pytest.mark.parametrize("ask", [Keepers._inventories, lambda keepers: keepers.keep_only(None)])
+class Questions:
+    """Keeper `b` is silent, which its beats show after half a second, and answers after `wakes` seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, wakes: float = 1e9) -> None:
+        self.keepers = keepers()
+        self.keepers._handles = {"a": "A", "b": "B"}
+        self.began, self.wakes = time.monotonic(), wakes
+        monkeypatch.setattr(keeper_calls, "answers_of", self.answers_of)
+        monkeypatch.setattr(module, "answers_of", self.answers_of)
+        monkeypatch.setattr(module, "on", lambda *_: SimpleNamespace(remote=lambda *_, **__: None))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def answers_of(self, calls: dict[str, Any], timeout: float) -> dict[str, Any]:
+        time.sleep(min(timeout, max(0.0, self.wakes - self.seconds)))
+        if self.seconds > 0.5:
+            self.keepers._pulse.waits("b", time.monotonic() - 5.0, 4.0)
+        return {n: GetTimeoutError() if n == "b" and self.seconds < self.wakes else self.inventory(n) for n in calls}
+
+    def inventory(self, node_id: str) -> Inventory:
+        step = {"a": 4, "b": 5}[node_id]
+        one = dataclasses.replace(shard(0), entries=(dataclasses.replace(shard(0).entries[0], stop=2),))
+        made = dataclasses.replace(manifest(1), step=step, generation=1, shards=(one,))
+        held = HeldShard(step=step, generation=1, rank=0, replica=False, replicated=True, record=one)
+        return Inventory(generation=1, shards=(held,), manifests=(made,), bytes=4)
+
+
+@pytest.mark.parametrize("ask", [lambda k: k.newest(), lambda k: k.keep_only(None)])
 def test_a_recovery_waits_for_no_keeper_that_is_known_to_be_silent(
     ask: Callable[[Keepers], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A keeper that was frozen while ranks connected held up each of its questions: 44 s where 4 s had shown it."""
-    made = keepers()
-    made._handles = {"a": "A", "b": "B"}
-    began = time.monotonic()
+    asked = Questions(monkeypatch)
+    with contextlib.suppress(KeeperLost):
+        ask(asked.keepers)
+    assert 0.4 < asked.seconds < 2.0
 
-    def never(calls: dict[str, Any], seconds: float) -> dict[str, Any]:
-        time.sleep(seconds)
-        if time.monotonic() - began > 0.5:
-            made._pulse.waits("b", time.monotonic() - 5.0, 4.0)
-        return {n: GetTimeoutError() if n == "b" else True for n in calls}
 
-    monkeypatch.setattr(keeper_calls, "answers_of", never)
-    monkeypatch.setattr(module, "on", lambda *_: SimpleNamespace(remote=lambda *_, **__: None))
-    if ask is Keepers._inventories:
-        assert ask(made) == {}
-    else:
-        with pytest.raises(KeeperLost, match="keeper of node b is lost"):
-            ask(made)
-    assert 0.4 < time.monotonic() - began < 2.0
+def test_a_silent_keeper_that_alone_may_hold_the_newest_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Questions(monkeypatch, wakes=2.5)
+    asked.keepers._committed = asked.inventory("b").manifests[0]
+    asked.keepers.addresses = {n: KeeperAddress(node_id=n, host="", port=1, unix="") for n in "ab"}
+    point = asked.keepers.newest()
+    assert point is not None
+    assert point.manifest.step == 5
+    asked.keepers._committed = asked.inventory("a").manifests[0]
+    asked.wakes, asked.began = 1e9, time.monotonic()
+    point = asked.keepers.newest()
+    assert point is not None
+    assert point.manifest.step == 4
+    assert asked.seconds < 2.0
 
 
 def test_a_lost_keeper_is_told_also_where_no_step_is_waited_for() -> None:
