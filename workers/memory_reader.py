@@ -31,6 +31,11 @@ class MemoryPoint:
     manifest: Manifest
     holders: dict[str, list[KeeperAddress]]
 
+    @property
+    def homes(self) -> int:
+        """How many keepers have the shard that the fewest have."""
+        return min((len(set(keepers)) for keepers in self.holders.values()), default=0)
+
 
 class MemoryReader(RowReader):
     """Reads rows of a step that keepers hold; `read` as that of `CheckpointReader`.

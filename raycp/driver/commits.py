@@ -103,7 +103,7 @@ class Commits:
         for found in sorted(self._memory.poll(timeout), key=lambda c: c.step):
             if found.step not in self._expected:  # of before a recovery
                 continue
-            made.append(self._commit(found))
+            made.append(self._take(found))
         return made
 
     @property
@@ -158,13 +158,20 @@ class Commits:
         if self.newest is not None and self.newest.step > step:
             self.newest = None
 
+    def confirm(self, manifest: Manifest) -> Manifest:
+        """Commits the step of `manifest`, which is whole in memory, if it never was; returns its manifest. For before
+        everything else in memory is given up for it: another driver finds no step that was not committed.
+        """
+        if self._memory is None or manifest.cursor:
+            return manifest
+        manifest = self._manifest(manifest.step, manifest.shards, self.extra(manifest.step))
+        self._commit(manifest)
+        return manifest
+
     def adopt(self, manifest: Manifest) -> None:
         """The state was restored from `manifest`, of memory or of a checkpoint: writes the events of its steps that are
         not in the log yet; what was reported, or committed, after it will be computed again.
         """
-        if self._memory is not None and not manifest.cursor:  # complete on all ranks, but never committed
-            manifest = self._manifest(manifest.step, manifest.shards, self.extra(manifest.step))
-            self._memory.commit(manifest)
         fields = {int(e["step"]): e for e in manifest.extra.get(EVENTS, [])} | self._reported
         for step in sorted(fields):
             if step <= manifest.step:
@@ -182,21 +189,24 @@ class Commits:
         self._covered = None if problem else entries
         return problem
 
-    def _commit(self, found: Collected) -> Manifest:
+    def _commit(self, manifest: Manifest) -> None:
         assert self._memory is not None
+        self._may_commit()
+        self._memory.commit(manifest)
+        self.newest = manifest  # also where its events cannot be written: the keepers hold nothing older any more
+        for step in [s for s in self.known if s <= manifest.step]:
+            self._events.write_step(step, **self._reported.pop(step))
+        self.committed = max(self.committed, manifest.step)
+
+    def _take(self, found: Collected) -> Manifest:
         problem = self._coverage_problem(found.shards)
         if problem:
             raise CheckpointError(
                 f"the copies of step {found.step} do not make a whole state: {problem}",
                 fix="this is a fault of raycp: please report it; the step before can be continued from",
             )
-        steps = [s for s in self.known if s <= found.step]
         manifest = self._manifest(found.step, found.shards, self.extra(found.step))
-        self._may_commit()
-        self._memory.commit(manifest)
-        self.newest = manifest  # also where its events cannot be written: the keepers hold nothing older any more
-        for step in steps:
-            self._events.write_step(step, **self._reported.pop(step))
+        self._commit(manifest)
         self._events.write(
             "snapshot",
             step=found.step,
@@ -207,5 +217,4 @@ class Commits:
         )
         self._stalls = {s: v for s, v in self._stalls.items() if s > found.step}
         self._expected = [s for s in self._expected if s > found.step]
-        self.committed = max(self.committed, found.step)
         return manifest

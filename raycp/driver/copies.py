@@ -65,7 +65,8 @@ def newest_point(
 
     Committed steps count by their manifest. A step that was never committed counts if all its shards are there and
     cover every row: the driver died, or the keepers of a node, before the commit; `cursor`, `grid` and `extra` of its
-    manifest are empty then. Newer is what has the greater (generation, step).
+    manifest are empty then. It does not count while it is held by fewer keepers than the newest committed one, which is
+    given up for it: a second loss would take both. Newer is what has the greater (generation, step).
     """
     homes: dict[tuple[int, str, int], list[KeeperAddress]] = {}
     loose: dict[tuple[int, int], dict[str, set[ShardRecord]]] = {}
@@ -77,12 +78,13 @@ def newest_point(
             home.insert(len(home) if shard.replica else 0, address)
             files = loose.setdefault((shard.generation, shard.step), {})
             files.setdefault(shard.record.file, set()).add(shard.record)
+    committed = set(manifests)
     newest = manifests[max(manifests)] if manifests else None
     for (generation, step), files in loose.items():
         records = [record for found in files.values() for record in found]
         if known is not None and step not in known:
             continue
-        if (generation, step) in manifests or len(records) > len(files) or coverage_problem(records):
+        if (generation, step) in committed or len(records) > len(files) or coverage_problem(records):
             continue
         manifests[generation, step] = Manifest(
             step=step,
@@ -94,12 +96,14 @@ def newest_point(
             fingerprint={} if newest is None else newest.fingerprint,
             shards=tuple(sorted(records, key=lambda r: r.file)),
         )
+    whole = []
     for age in sorted(manifests, reverse=True):
         manifest = manifests[age]
         holders = {s.file: homes.get((manifest.step, s.file, s.crc32), []) for s in manifest.shards}
         if all(holders.values()):
-            return MemoryPoint(manifest=manifest, holders=holders)
-    return None
+            whole.append(MemoryPoint(manifest=manifest, holders=holders))
+    safe = next((p.homes for p in whole if p.manifest.age in committed), 0)
+    return next((p for p in whole if p.manifest.age in committed or p.homes >= safe), None)
 
 
 def replica_homes(

@@ -9,6 +9,7 @@ groups, and the build and the copy of the model's shards.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from data_pipeline import Cursor, StepSchedule
@@ -316,6 +317,7 @@ class Formation:
             step = self._schedule.restore(Cursor.from_dict(manifest.cursor))
         if point is not None and self.memory is not None:
             memory, ranks = self.memory, self.ranks
+            point = replace(point, manifest=commits.confirm(point.manifest))  # now: the rest in memory is given up
             memory.keep_only(point)
             ranks.gather(
                 lambda m: m.actor.restore_memory.remote(generation, point, self._secret),
@@ -323,7 +325,7 @@ class Formation:
                 patience=SOME_PATIENCE,
                 meanwhile=lambda: ranks.pass_over(memory.silent().values()),
             )
-            commits.adopt(manifest)
+            commits.adopt(point.manifest)
             return Source(step, "memory", None)
         assert found is not None
         assert found.storage is not None

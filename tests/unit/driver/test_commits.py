@@ -97,14 +97,18 @@ def test_what_another_driver_could_not_write_is_written_from_the_manifest(tmp_pa
     assert written(tmp_path) == [1, 2], "once each"
 
 
-def test_a_step_that_is_whole_on_all_ranks_is_committed_when_it_is_restored(tmp_path: Path) -> None:
+def test_a_step_that_is_whole_on_all_ranks_is_committed_before_it_is_restored(tmp_path: Path) -> None:
     memory = Memory()
     commits = made(tmp_path, memory)
     report(commits, 1)
     whole = Manifest(step=1, cursor={}, plan_hash="", generation=1, run_id="r", grid={}, shards=())
-    commits.adopt(whole)
-    assert written(tmp_path) == [1]
-    assert memory.manifests[0].cursor == {"at": 1}
+    confirmed = commits.confirm(whole)
+    assert (written(tmp_path), commits.committed, commits.newest) == ([1], 1, confirmed)
+    assert memory.manifests == [confirmed]
+    assert (confirmed.cursor, [e["step"] for e in confirmed.extra[EVENTS]]) == ({"at": 1}, [1])
+    assert commits.confirm(confirmed) is confirmed
+    commits.adopt(confirmed)
+    assert (written(tmp_path), memory.manifests) == ([1], [confirmed])
 
 
 def test_after_a_rewind_a_late_copy_of_the_lost_world_commits_nothing(tmp_path: Path) -> None:

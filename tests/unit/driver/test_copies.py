@@ -83,6 +83,26 @@ def test_a_complete_step_counts_although_nobody_committed_it() -> None:
     assert older.manifest.step == 3
 
 
+def test_a_step_that_was_not_committed_counts_once_it_is_as_safe_as_the_one_that_is_given_up_for_it() -> None:
+    """Its replicas were on their way; the loss of a second node took it, and the committed one was gone."""
+    there = {
+        A: [shard(0, 3), shard(1, 3, replica=True), shard(0, 4)],
+        B: [shard(1, 3), shard(0, 3, replica=True), shard(1, 4), shard(0, 4, replica=True)],
+    }
+
+    def newest() -> int:
+        held = {keeper: inventory(*shards, manifests=(committed(3),)) for keeper, shards in there.items()}
+        point = newest_point(held, run_id="run", known=(4,))
+        assert point is not None
+        return point.manifest.step
+
+    assert newest() == 3
+    there[A].append(shard(1, 4, replica=True))
+    assert newest() == 4
+    del there[B]
+    assert newest() == 4, "the committed one has one home left, too"
+
+
 def test_two_versions_of_a_shard_are_no_step() -> None:
     held = {A: inventory(shard(0, 4), shard(1, 4, replica=True)), B: inventory(shard(1, 4, crc32=8))}
     assert newest_point(held, run_id="run") is None

@@ -249,3 +249,35 @@ def test_a_keeper_that_was_replaced_is_no_copy_that_failed_once_more(tmp_path: P
     check_complete(tmp_path, run)
     assert len(named(tmp_path, "keeper_lost")) == 1
     assert named(tmp_path, "snapshot_failed") == []
+
+
+@pytest.mark.parametrize("how", ["killed", "fails"])
+def test_a_driver_that_ends_while_a_step_is_restored_that_was_not_committed_leaves_it_to_the_next_one(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before was given up for it, and this one was nobody's: all steps since the last checkpoint were lost."""
+    cluster = FakeCluster(TWO_NODES, [Fault("step 5", 0, "die")])
+    cluster.lag = 1
+    run = Run(tmp_path, cluster, checkpoint_every=50)
+    gather, restored = FakeRanks.gather, list[str]()
+
+    def ends(ranks: FakeRanks, call: Any, *, what: str, **options: Any) -> Any:
+        if what.startswith("restoring"):
+            restored.append(what)
+            raise SystemExit(9)
+        return gather(ranks, call, what=what, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeRanks, "gather", ends)
+        if how == "killed":
+            patch.setattr(Saving, "last_words", lambda saving, **_: setattr(saving, "_unsaved", True))
+        with pytest.raises(SystemExit):
+            run()
+    assert restored == ["restoring step 4 from memory"]
+    assert [e["step"] for e in named(tmp_path, "snapshot")][-1] == 3, "no copy of step 4 was committed"
+    cluster.workers, cluster.calls, cluster.closed = [], [], False
+    again = Run(tmp_path, cluster, checkpoint_every=50)
+    again.checkpoints.manifests = run.checkpoints.manifests
+    again()
+    check_complete(tmp_path, again)
+    assert [(e["step"], e["steps_lost"], e["steps_redone"]) for e in named(tmp_path, "recovered")] == [(4, 0, 0)]
