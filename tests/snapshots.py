@@ -99,7 +99,8 @@ class Nodes:
 
     def __init__(self, names: str, checkpoints: str, *, ttl: float = 300.0, generation: int = 1) -> None:
         self.ended: list[str] = []
-        self.keepers = {name: self._make(name, checkpoints, ttl, generation) for name in names}
+        self._options = checkpoints, ttl, generation
+        self.keepers = {name: self._make(name, *self._options) for name in names}
 
     def _make(self, name: str, checkpoints: str, ttl: float, generation: int) -> Keeper:
         return Keeper(
@@ -148,6 +149,10 @@ class Nodes:
         found = newest_point({k.address(): k.inventory() for k in self.keepers.values()}, run_id="run")
         assert found is not None
         return found
+
+    def add(self, name: str) -> None:
+        """One more node with a keeper."""
+        self.keepers[name] = self._make(name, *self._options)
 
     def lose(self, name: str) -> None:
         """The node's keeper is gone."""

@@ -465,7 +465,8 @@ class Keeper:
             except StaleGenerationError:
                 pass  # the run goes on elsewhere
             except (OSError, RaycpError) as error:
-                print(f"raycp keeper {self._address.node_id[:8]}: {error}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # its log may be on the disk that is full
+                    print(f"raycp keeper {self._address.node_id[:8]}: {error}", file=sys.stderr, flush=True)
                 if time.monotonic() < deadline:
                     self._closed.wait(min(5.0, self._ttl / 4))
                     continue

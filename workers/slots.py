@@ -147,7 +147,11 @@ class SlotTable:
 
     def protects(self, slot: Slot) -> bool:
         """Whether the slot belongs to the newest committed step."""
-        return slot.state is SlotState.VERIFIED and slot.key in self._protected
+        return slot.state is SlotState.VERIFIED and self._is_newest(slot)
+
+    def _is_newest(self, slot: Slot) -> bool:
+        """As `protects`, or it will be: its bytes are on their way here."""
+        return slot.key in self._protected
 
     def find(self, step: int, file: str) -> Slot | None:
         """A verified slot with that shard, the own one before a replica."""
@@ -228,7 +232,7 @@ class SlotTable:
         self.newest = (generation, step)
         self._protected = frozenset((step, file) for file in files)
         for slot in list(self.slots):
-            if not self.protects(slot) and (slot.generation, slot.step) <= self.newest:
+            if not self._is_newest(slot) and (slot.generation, slot.step) <= self.newest:
                 self.retire(slot)
         return True
 
@@ -241,7 +245,7 @@ class SlotTable:
         self.newest = (generation, step)
         self._protected = frozenset((step, file) for file in files)
         for slot in list(self.slots):
-            if not self.protects(slot):
+            if not self._is_newest(slot):
                 self.retire(slot)
         self._drop_spares()
 

@@ -137,8 +137,8 @@ class Checkpoints:
             self._writing = None if self._settled(self._writing, self._writing.commit, timeout=None) else self._writing
         found = self._search()
         self._stored = -1 if found.manifest is None else found.manifest.step
-        if found.manifest is None:  # also the one that was thought to be there
-            self.newest, self.newest_step = None, -1
+        if self._stored < self.newest_step:  # the one that was thought to be there is not
+            self.newest, self.newest_step = None if found.storage is None else found.storage.where, self._stored
         for message in found.messages:
             self._say(message)
         return found

@@ -10,6 +10,7 @@ whether the ranks' rows are those of the snapshot before; once per generation th
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from raycp.errors import CheckpointError
@@ -159,14 +160,16 @@ class Commits:
             self.newest = None
 
     def confirm(self, manifest: Manifest) -> Manifest:
-        """Commits the step of `manifest`, which is whole in memory, if it never was; returns its manifest. For before
-        everything else in memory is given up for it: another driver finds no step that was not committed.
+        """Commits the step of `manifest`, which is whole in memory, for this generation; returns its manifest. For
+        before everything else in memory is given up for it: another driver finds no step that was not committed, and
+        a keeper that came since knows of none that was.
         """
-        if self._memory is None or manifest.cursor:
+        if self._memory is None:
             return manifest
-        manifest = self._manifest(manifest.step, manifest.shards, self.extra(manifest.step))
-        self._commit(manifest)
-        return manifest
+        mine = self._manifest(manifest.step, manifest.shards, self.extra(manifest.step))
+        mine = replace(manifest, generation=mine.generation) if manifest.cursor else mine
+        self._commit(mine)
+        return mine
 
     def adopt(self, manifest: Manifest) -> None:
         """The state was restored from `manifest`, of memory or of a checkpoint: writes the events of its steps that are

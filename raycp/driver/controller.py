@@ -187,9 +187,11 @@ class Controller:
                     done = self._form(incident)
                     incident = None
                     done = self._train(done)
-                    if self._stop.requested and max(self._checkpoints.newest_step, 0) < done:
+                    stopping = self._stop.requested  # it may be asked for between two looks
+                    if stopping and max(self._checkpoints.newest_step, 0) < done:
                         self._saving.save_now(done)  # it was asked for since the last step
-                    if done >= self._spec.total_steps or self._stop.requested:
+                    if done >= self._spec.total_steps or stopping:
+                        self._saving.finished()
                         return self._finish(done)
                     incident = Incident(began=self._clock(), attempted=done)  # a larger world is possible
                 except WorkerError as error:

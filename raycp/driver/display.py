@@ -1,10 +1,11 @@
 """What a person sees of a run: a line per phase, one progress bar, and the loss picture.
 
 Guarantees: one bar for the whole run, drawn by the driver only; it moves inside long steps too; into a file or a job's
-log it is written every few seconds only; nothing here can end a run (a missing plotting library leaves the picture out
-and says so). Costs one redraw per second at most.
+log it is written every few seconds only; nothing here can end a run (a pipe whose reader left or a log on a full disk
+gets no more lines; a missing plotting library leaves the picture out and says so). Costs one redraw per second at most.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ class Display:
     """
 
     def __init__(self, *, total_steps: int, file: TextIO | None = None) -> None:
-        self._file = file or sys.stderr
+        self._file = _Screen(file or sys.stderr)
         self._live = self._file.isatty()
         self._bar = tqdm(
             total=total_steps,
@@ -89,6 +90,25 @@ class Display:
         self._shown["data wait"] = f"{data_share:.1%}"
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update(1)
+
+
+class _Screen:
+    """A stream that may be gone: what cannot be written is left out."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed
+            return self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def draw_losses(losses: Mapping[int, float], evals: Mapping[int, float], path: Path) -> bool:

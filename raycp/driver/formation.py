@@ -300,10 +300,11 @@ class Formation:
         """Makes the model and fills it from the newest complete state: memory, storage, or its own weights."""
         generation = self._record.generation
         point = self.memory.newest(commits.known) if self.memory is not None else None
-        found = None
-        if point is None or point.manifest.step < self._checkpoints.stored_step():
-            point, found = None, self._checkpoints.find()
-        manifest = point.manifest if point is not None else found.manifest if found is not None else None
+        manifest, found = None if point is None else point.manifest, None
+        if manifest is None or manifest.step < self._checkpoints.stored_step():
+            found = self._checkpoints.find()
+            if manifest is None or (found.manifest is not None and found.manifest.step > manifest.step):
+                point, manifest = None, found.manifest  # else it was damaged, and memory has what is newest
         self.ranks.gather(
             lambda m: m.actor.build.remote(generation, initialise=manifest is None, recompute=world.recompute),
             what="building the model",

@@ -80,7 +80,7 @@ class Keepers:
         self.addresses: dict[str, KeeperAddress] = {}
         self._options = dict(options)
         self._namespace = namespace
-        self._generation = generation
+        self._generation, self._assigned = generation, -1
         self._handles: dict[str, Any] = {}
         self._arrivals = Arrivals()
         self._ranks: dict[str, list[int]] = {}
@@ -230,16 +230,15 @@ class Keepers:
             if node_id not in self.addresses:
                 raise lost(node_id, "there is none on the node of a rank")
         self._peers = peers = replica_homes(list(ranks), list(self.addresses), short)
-        live = list(self.addresses.values())
+        live, same = list(self.addresses.values()), generation == self._assigned
         with self._lock:
-            handles = dict(self._handles)
+            handles, self._generation = dict(self._handles), generation  # before the first one refuses what is older
         peer_of = {node_id: self.addresses.get(peers[node_id] or "") for node_id in handles}
         calls = {
             node_id: on(handle, "assign", CONTROL).remote(generation, ranks.get(node_id, []), peer_of[node_id], live)
             for node_id, handle in handles.items()
         }
         raise_first(self._answers(calls, ORDER_SECONDS))
-        same = generation == self._generation
         if same:  # a keeper that is new gets replicas of steps before it: it would wait for their commits
             if self._committed is not None and self._committed.generation == generation:
                 raise_first(self._tell(handles, self._committed, COMMIT_SECONDS))
@@ -248,7 +247,7 @@ class Keepers:
         expected = {step: e.began for step, e in self._expected.items()} if same else {}
         with self._lock:
             self._layouts, self._abandoned = (self._layouts, self._abandoned) if same else (Layouts(), -1)
-            self._generation, self._ranks, self._polls, self._expected = generation, ranks, {}, {}
+            self._assigned, self._ranks, self._polls, self._expected = generation, ranks, {}, {}
         for step, began in expected.items():
             self._expect(step, began)
 

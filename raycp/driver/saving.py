@@ -20,6 +20,7 @@ from raycp.driver.formation import PATIENCE, Formation
 from raycp.driver.keepers import CopyRefused, KeeperLost
 from raycp.driver.record import RunRecord
 from raycp.driver.runtime import KeepersLike
+from raycp.errors import CheckpointError
 from raycp.events import EventLog
 from raycp.training.checkpoint import step_folder
 from raycp.training.manifest import Manifest, ShardRecord
@@ -79,7 +80,7 @@ class Saving:
         self._failing = False
         self._awaited: tuple[int | None, float] = (None, 0.0)
         self._beats: _Beats | None = None
-        self._unsaved = False
+        self._unsaved = True
         self.copy_problems: dict[int, str] = {}
         self.commits = Commits(events, None, manifest=self.manifest, may_commit=record.check_current)
 
@@ -300,7 +301,6 @@ class Saving:
         memory = self._formation.memory
         if memory is None:
             return
-        self._unsaved = True
         if self.commits.known and not stopped:
             self._flush(max(self.commits.known), LAST_SECONDS)
         manifest, stored = self.commits.newest, self._checkpoints.newest_step
@@ -311,14 +311,32 @@ class Saving:
         if manifest is None or manifest.step <= stored:
             self._unsaved = False
             return
-        handle = memory.persist(manifest, step_folder(self._checkpoints.root, manifest.step).where, commit=True)
+        try:
+            handle = self._persist(memory, manifest)
+        except (
+            CheckpointError
+        ):  # this driver ended inside a commit: the keepers have a newer step, and this one no more
+            point = memory.newest(())
+            if point is None:
+                raise
+            handle = self._persist(memory, point.manifest)
         if stopped and local:  # a scheduler gives three seconds, and this Ray ends with the driver
             handle.wait(2.0)
         elif not stopped:
             self._unsaved = not handle.wait(FLUSH_SECONDS)
 
+    def _persist(self, memory: KeepersLike, manifest: Manifest) -> Any:
+        return memory.persist(manifest, step_folder(self._checkpoints.root, manifest.step).where, commit=True)
+
+    def finished(self) -> None:
+        """The run ends with a world: what is in memory may go, if storage has it."""
+        newest = self.commits.newest
+        self._unsaved = newest is not None and newest.step > self._checkpoints.newest_step
+
     def close(self) -> bool:
-        """Ends the beats; tells whether the keepers may end too: not while they hold what is nowhere else."""
+        """Ends the beats; tells whether the keepers may end too: only where it is known that storage has what they
+        hold.
+        """
         if self._beats is not None:
             self._beats.stop()
         return not self._unsaved

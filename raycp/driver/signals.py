@@ -2,8 +2,8 @@
 
 Guarantees: the first SIGINT (Ctrl-C) lets the current step end, saves a checkpoint and ends the run as "stopped", at
 once where it only waits for workers (`Stopped`); a second one interrupts at once; SIGTERM ends the run at once through
-the normal clean-up (no actor stays behind), with the record saying "stopped". Handlers are put back on exit; outside
-the main thread nothing is installed.
+the normal clean-up (no actor stays behind), with the record saying "stopped", and another one does not break that off.
+Handlers are put back on exit; outside the main thread nothing is installed.
 """
 
 import signal
@@ -26,6 +26,7 @@ class StopSignal:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.requested = False
+        self._terminated = False
         self._tell = tell
         self._old: dict[int, Any] = {}
 
@@ -58,4 +59,7 @@ class StopSignal:
         self._tell("stopping after this step (press Ctrl-C again to stop at once)")
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
+        if self._terminated:  # the first one's clean-up brings the state to safety: it is not broken off
+            return
+        self._terminated = True
         raise SystemExit(128 + number)

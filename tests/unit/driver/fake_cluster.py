@@ -518,6 +518,7 @@ class FakeKeepers:
         frozen: {node: looks until its silence is noticed}.
         ending: keepers that were dropped while they were frozen.
         full: so many of the next replicas are refused.
+        told: {node: manifests that its keeper heard of}.
     """
 
     world: FakeCluster
@@ -528,6 +529,7 @@ class FakeKeepers:
     held: dict[str, dict[Key, ShardRecord]] = field(default_factory=dict)
     home: dict[Key, str] = field(default_factory=dict)
     manifests: dict[int, Manifest] = field(default_factory=dict)
+    told: dict[str, list[Manifest]] = field(default_factory=dict)
     committed: tuple[int, int] = (-1, -1)
     abandoned: tuple[int, int] = (-1, -1)
     awaited: list[tuple[int, int]] = field(default_factory=list)
@@ -547,7 +549,7 @@ class FakeKeepers:
         if node.node_id not in self.addresses:
             self.made += 1
             self.addresses[node.node_id] = KeeperAddress(node_id=node.node_id, host="", port=self.made, unix="")
-            self.held[node.node_id] = {}
+            self.held[node.node_id], self.told[node.node_id] = {}, []
 
     def begin(self, node: NodeInfo) -> None:
         if node.node_id not in self.world.dead_nodes:
@@ -578,8 +580,11 @@ class FakeKeepers:
         for node_id in [*self.addresses, *node_of_rank]:
             if not self.answers(node_id):
                 raise KeeperLost(f"the keeper of {node_id} does not answer", node_id=node_id)
+        newest = self.manifests.get(self.committed[1])
         if generation > self.generation:
             self.awaited = []
+        elif newest is not None and newest.generation == generation:
+            self.told |= {n: [newest] for n in self.addresses if newest not in self.told[n]}
         self.generation, self.node_of_rank = generation, list(node_of_rank)
         self.peers = replica_homes(list(dict.fromkeys(node_of_rank)), list(self.addresses), short)
         self.settle()
@@ -677,6 +682,8 @@ class FakeKeepers:
             raise KeeperLost(f"the keeper of {node_id} does not answer", node_id=node_id)
         self.manifests[manifest.step] = manifest
         self.committed = manifest.age
+        for node_id in filter(self.answers, self.addresses):
+            self.told[node_id] = [*[m for m in self.told.get(node_id, []) if m.age != manifest.age][-1:], manifest]
         files = {s.file for s in manifest.shards}
         for slots in self.held.values():
             for key in [k for k in slots if (k[1], k[0]) <= manifest.age]:
@@ -698,9 +705,9 @@ class FakeKeepers:
             shards = self._shards(step, generation, nodes)
             if shards is None:
                 continue
-            manifest = self.manifests.get(step)
-            if manifest is not None and manifest.shards == shards:
-                found.append(manifest)
+            told = [m for n in nodes for m in self.told[n] if m.step == step and m.shards == shards]
+            if told:
+                found.append(max(told, key=lambda m: m.age))
             elif step in known:
                 found.append(
                     Manifest(
@@ -724,6 +731,7 @@ class FakeKeepers:
     def keep_only(self, point: MemoryPoint | None) -> None:
         if point is None:
             self.held, self.committed = {n: {} for n in self.addresses}, (-1, -1)
+            self.told = {n: [] for n in self.addresses}
             return
         files = {s.file for s in point.manifest.shards}
         for node_id, slots in self.held.items():
@@ -732,6 +740,7 @@ class FakeKeepers:
             for key in [k for k in slots if k[0] != point.manifest.step or slots[k].file not in files]:
                 del slots[key]
         self.committed = point.manifest.age
+        self.told = {n: [m for m in told if m.age == self.committed] for n, told in self.told.items()}
 
     def persist(self, manifest: Manifest, folder: str, *, commit: bool = False) -> Any:
         there = {

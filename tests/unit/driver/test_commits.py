@@ -1,5 +1,6 @@
 """When a step counts: its event is written once, when its manifest is recorded."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,9 +107,18 @@ def test_a_step_that_is_whole_on_all_ranks_is_committed_before_it_is_restored(tm
     assert (written(tmp_path), commits.committed, commits.newest) == ([1], 1, confirmed)
     assert memory.manifests == [confirmed]
     assert (confirmed.cursor, [e["step"] for e in confirmed.extra[EVENTS]]) == ({"at": 1}, [1])
-    assert commits.confirm(confirmed) is confirmed
     commits.adopt(confirmed)
     assert (written(tmp_path), memory.manifests) == ([1], [confirmed])
+
+
+def test_a_committed_step_is_committed_for_the_generation_that_restores_it_as_it_is_otherwise(tmp_path: Path) -> None:
+    memory = Memory()
+    commits = made(tmp_path, memory)
+    before = Manifest(step=7, cursor={"at": 3}, plan_hash="q", generation=0, run_id="r", grid={"dp": 2}, shards=())
+    confirmed = commits.confirm(before)
+    assert memory.manifests == [confirmed] == [dataclasses.replace(before, generation=1)]
+    assert (commits.newest, commits.committed, written(tmp_path)) == (confirmed, 7, [])
+    assert made(tmp_path, None).confirm(before) is before
 
 
 def test_after_a_rewind_a_late_copy_of_the_lost_world_commits_nothing(tmp_path: Path) -> None:

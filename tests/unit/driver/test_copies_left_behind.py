@@ -11,6 +11,7 @@ from raycp.driver.copies import Room
 from raycp.driver.formation import Formation
 from raycp.driver.saving import Saving
 from raycp.errors import WorkerError
+from raycp.training.committed import Newest
 from tests.unit.driver import test_controller
 from tests.unit.driver.fake_cluster import FakeCheckpoints, FakeCluster, FakeKeepers, FakeRanks, Fault
 from tests.unit.driver.test_controller import TWO_NODES, Run, named
@@ -281,3 +282,48 @@ def test_a_driver_that_ends_while_a_step_is_restored_that_was_not_committed_leav
     again()
     check_complete(tmp_path, again)
     assert [(e["step"], e["steps_lost"], e["steps_redone"]) for e in named(tmp_path, "recovered")] == [(4, 0, 0)]
+
+
+@pytest.mark.parametrize("driver", ["the same", "the next"])
+def test_a_keeper_that_came_after_a_loss_holds_the_committed_step_and_knows_it(driver: str, tmp_path: Path) -> None:
+    """It had every shard and no manifest: with the node before lost, too, the run fell to a checkpoint."""
+    faults = [Fault("step 5", 0, "node", rank=3), Fault("step 5", 1, "node", rank=0)]
+    cluster = FakeCluster(dict.fromkeys("abcd", 2), faults if driver == "the same" else faults[:1])
+    run = Run(tmp_path, cluster, cp=(4, 4), checkpoint_every=50)
+    if driver == "the same":
+        run()
+    else:
+        cluster.faults.append(Fault("step 5", 1, "fatal", rank=0))
+        killed(run)
+        assert cluster.memory is not None
+        cluster.memory.lose("a")
+        cluster.dead_nodes.add("a")
+        cluster.closed = False
+        run = Run(tmp_path, cluster, cp=(4, 4), checkpoint_every=50)
+        run()
+    check_complete(tmp_path, run)
+    assert [(e["source"], e["step"], e["steps_lost"]) for e in named(tmp_path, "recovered")] == [("memory", 4, 0)] * 2
+
+
+def test_a_checkpoint_that_turns_out_damaged_does_not_keep_the_run_from_what_is_in_memory(tmp_path: Path) -> None:
+    """Copies failed for a while, the ranks wrote step 4: step 1, in memory, was not looked at any more."""
+    cluster = FakeCluster(TWO_NODES, [Fault("step 5", 0, "die")])
+    run = Run(tmp_path, cluster, checkpoint_every=2)
+
+    class Calls(list[str]):
+        def append(self, text: str) -> None:
+            super().append(text)
+            assert cluster.memory is not None
+            cluster.memory.full = {"step 2": 1000, "step 5": 0}.get(text, cluster.memory.full)
+
+    def search() -> Newest:  # as the real one, which sets a damaged one aside
+        run.checkpoints.manifests = {n: m for n, m in run.checkpoints.manifests.items() if m.step != 4}
+        return FakeCheckpoints._search(run.checkpoints)
+
+    cluster.calls = Calls()
+    run.checkpoints._search = search  # type: ignore[method-assign]
+    run()
+    check_complete(tmp_path, run)
+    (found,) = named(tmp_path, "recovered")
+    assert (found["source"], found["step"], found["steps_lost"]) == ("memory", 1, 3)
+    assert run.checkpoints.newest_step == 6

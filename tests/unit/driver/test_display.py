@@ -15,3 +15,23 @@ def test_the_share_of_the_peak_is_shown_where_the_peak_is_known(peak: float | No
         display.step(loss=1.0, tokens_per_second=1000.0, lr=0.1)
     assert ("mfu" in screen.getvalue()) == (shown is not None)
     assert shown is None or shown in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), ValueError("closed")]
+)
+def test_a_screen_that_is_gone_ends_no_run(error: Exception) -> None:
+    """`... 2>&1 | head`, or a log on a disk that is full: the run failed at its next line."""
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+        def flush(self) -> None:
+            raise error
+
+    with Display(total_steps=2, file=Gone()) as display:
+        display.phase("training")
+        display.say("one line")
+        display.step(loss=1.0, tokens_per_second=1.0, lr=0.1)
+        display.resume(1)

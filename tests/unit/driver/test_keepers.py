@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from raycp.driver.copies import Layouts
 from raycp.driver.keepers import KeeperLost, Keepers
 from raycp.driver.pulse import Pulse
 from raycp.training.manifest import Manifest, ManifestChange, ShardEntry, ShardRecord, shard_file
+from tests.snapshots import Nodes
 from workers.keeper import HeldShard, Inventory
 from workers.wire import KeeperAddress
 
@@ -172,3 +174,46 @@ def test_a_keeper_that_lacks_the_manifest_before_is_told_the_whole_one(monkeypat
 def manifest(step: int) -> Manifest:
     shards = (shard(0), shard(1))
     return Manifest(step=step, cursor={}, plan_hash="", generation=1, run_id="r", grid={}, shards=shards)
+
+
+def test_a_driver_whose_order_only_some_keepers_took_is_not_fenced_off_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One keeper was in the new generation, the other had died: the driver spoke as the old one, and wrote nothing."""
+
+    class Dead:
+        def __getattr__(self, name: str) -> Any:
+            def die(*_: Any, **__: Any) -> None:
+                raise ActorDiedError()
+
+            return die
+
+    def on(handle: Any, method: str, group: str) -> Any:
+        def remote(*arguments: Any, **options: Any) -> Any:
+            try:
+                return getattr(handle, method)(*arguments, **options)
+            except BaseException as error:
+                return error
+
+        return SimpleNamespace(remote=remote)
+
+    for place in (module, keeper_calls):
+        monkeypatch.setattr(place, "on", on)
+        monkeypatch.setattr(place, "answers_of", lambda calls, timeout: dict(calls))
+    monkeypatch.setattr(module, "end_actor", lambda handle: None)
+    monkeypatch.setattr(module, "order_flush", lambda handles, *_, by, **__: handles["a"].beat(by))
+    nodes = Nodes("ab", str(tmp_path))
+    ranks = nodes.assign("aabb")
+    ranks.snapshot(3)
+    ranks.wait()
+    committed = nodes.commit(3)
+    ranks.close()
+    made: Any = Keepers({"run_id": "run"}, "nowhere", 1)
+    made._handles = {"a": nodes["a"], "b": Dead()}
+    made.addresses = {n: k.address() for n, k in nodes.keepers.items()}
+    with pytest.raises(KeeperLost):
+        made.assign(2, ["a", "a", "b", "b"])
+    made.drop("b")
+    made._where = {(3, s.file): ["a"] for s in committed.shards}
+    made.persist(committed, str(tmp_path / "step"), commit=True)
+    nodes.close()

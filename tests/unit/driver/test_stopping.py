@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from raycp.driver.controller import RunState
+from raycp.driver.record import RunRecord
 from raycp.driver.saving import Saving
+from raycp.driver.signals import StopSignal
 from raycp.errors import WorkerError
-from tests.unit.driver.fake_cluster import FakeCluster, Fault
+from raycp.training.manifest import Manifest
+from tests.unit.driver.fake_cluster import FakeCluster, FakeKeepers, Fault
 from tests.unit.driver.test_controller import TWO_NODES, Run, check_complete, named, steps, stop_at
 
 
@@ -153,3 +156,118 @@ def test_a_full_output_dir_does_not_keep_a_run_that_is_stopped_at_once_from_savi
     assert max(step for step, _ in cluster.disk.values()) >= 3
     assert cluster.memory is not None
     assert not cluster.memory.closed
+
+
+def test_a_second_sigterm_while_the_first_one_is_recorded_breaks_nothing_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler says it again: the newest step was not brought to storage, and its keepers were ended."""
+    run = Run(tmp_path, FakeCluster(TWO_NODES), checkpoint_every=50)
+    set_status = RunRecord.set_status
+    said: list[str] = []
+
+    class Calls(list[str]):
+        def append(self, text: str) -> None:
+            super().append(text)
+            if text == "step 5":
+                run.stop._terminate(15, None)
+
+    def again(record: RunRecord, status: str, **fields: Any) -> None:
+        if status == "stopped":
+            said.append(status)
+            run.stop._terminate(15, None)
+        set_status(record, status, **fields)
+
+    run.cluster.calls = Calls()
+    monkeypatch.setattr(RunRecord, "set_status", again)
+    with pytest.raises(SystemExit):
+        run()
+    assert said
+    assert steps(tmp_path)[-1][0] == 4
+    assert run.cluster.memory is not None
+    stored = max((step for step, _ in run.cluster.disk.values()), default=-1)
+    assert stored == 4 or not run.cluster.memory.closed
+    monkeypatch.setattr(RunRecord, "set_status", set_status)
+    next_driver(tmp_path, run, checkpoint_every=50)()
+    assert [e["steps_lost"] for e in named(tmp_path, "recovered")] == [0]
+
+
+def test_ctrl_c_between_two_looks_of_the_driver_still_saves(tmp_path: Path) -> None:
+    """Asked for after one look and before the next, the run ended without its last steps, and ended their keepers."""
+
+    class Stop(StopSignal):
+        looks, late = 0, False
+
+        @property
+        def requested(self) -> bool:
+            self.looks += self.late
+            return self.looks > 1
+
+        @requested.setter
+        def requested(self, value: bool) -> None: ...
+
+    run = Run(tmp_path, FakeCluster(TWO_NODES, [Fault("step 3", 0, "die")]), checkpoint_every=50)
+    stop = run.controller._stop = Stop(print)
+    train = run.controller._train
+
+    def trained(done: int) -> int:
+        done = train(done)
+        stop.late = done < 6
+        return done
+
+    run.controller._train = trained  # type: ignore[method-assign]
+    outcome = run()
+    assert outcome.status == "stopped"
+    last = steps(tmp_path)[-1][0]
+    assert [e["step"] for e in named(tmp_path, "checkpoint")][-1] == last
+    again = next_driver(tmp_path, run, checkpoint_every=50)
+    again()
+    check_complete(tmp_path, again)
+    assert sum(e["steps_lost"] for e in named(tmp_path, "recovered")) == 0
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_sigterm_inside_a_commit_brings_the_newest_step_to_storage(
+    local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keepers had given up the step before, which was the newest that the driver knew of: nothing was written."""
+    cluster = FakeCluster(TWO_NODES)
+    cluster.local = local
+    run = Run(tmp_path, cluster, checkpoint_every=50)
+    commit = FakeKeepers.commit
+
+    def interrupted(memory: FakeKeepers, manifest: Manifest) -> None:
+        commit(memory, manifest)
+        if manifest.step == 4:
+            run.stop._terminate(15, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeKeepers, "commit", interrupted)
+        with pytest.raises(SystemExit):
+            run()
+    assert [step for step, _ in steps(tmp_path)] == [1, 2, 3]
+    assert max(step for step, _ in cluster.disk.values()) == 4
+    again = next_driver(tmp_path, run, checkpoint_every=50)
+    again()
+    check_complete(tmp_path, again)
+    assert [e["steps_lost"] for e in named(tmp_path, "recovered")] == [0]
+
+
+def test_a_run_that_is_interrupted_while_it_says_why_it_failed_leaves_its_keepers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were ended with the only copies: nobody had looked yet whether storage has what they hold."""
+    cluster = FakeCluster(TWO_NODES, [Fault("step 5", 0, "fatal")])
+    run = Run(tmp_path, cluster, checkpoint_every=50)
+
+    def interrupted(saving: Saving, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saving, "last_words", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert cluster.memory is not None
+    assert not cluster.memory.closed
+    next_driver(tmp_path, run, checkpoint_every=50)()
+    assert [(e["source"], e["step"]) for e in named(tmp_path, "recovered")] == [("memory", 4)]

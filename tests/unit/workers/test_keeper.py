@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from raycp.driver.copies import newest_point
 from raycp.errors import CheckpointError, ClusterError, StaleGenerationError
 from raycp.training.checkpoint import newest, step_folder, verify
 from raycp.training.manifest import ShardSum, layout_sum, shard_file
@@ -177,7 +178,7 @@ def test_the_next_copy_waits_for_the_commit_and_the_one_after_overwrites_the_old
 def test_planted_fault_a_slot_that_is_granted_too_early_loses_the_step(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots.SlotTable, "protects", lambda self, slot: False)
+    monkeypatch.setattr(slots.SlotTable, "_is_newest", lambda self, slot: False)
     ranks = nodes.assign("aabb")
     ranks.snapshot(1)
     ranks.wait()
@@ -434,6 +435,73 @@ def test_a_committed_step_gets_its_second_home_again(tmp_path: Path, monkeypatch
     assert eventually(lambda: held(nodes["a"]) == {(0, 1, False), (2, 1, True), (1, 1, True)})
     nodes.lose("c")
     assert_holds(nodes.point(), 1)
+    nodes.close()
+
+
+@pytest.mark.parametrize("how", ["another driver", "no driver"])
+def test_a_keeper_that_came_after_a_commit_knows_the_step_once_it_is_committed_for_its_generation(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held every shard and no manifest: its copies counted for nobody, and were written nowhere."""
+    monkeypatch.setattr(exchange, "AGAIN_SECONDS", 0.1)
+    nodes = Nodes("ab", str(tmp_path / "checkpoints"))
+    ranks = nodes.assign("aabb")
+    ranks.snapshot(3)
+    assert ranks.wait() == [None] * 4
+    manifest = nodes.commit(3)
+    ranks.close()
+    nodes.lose("b")
+    nodes.add("c")
+    nodes.assign("aacc", generation=2).close()
+    again = replace(manifest, generation=2)
+    for k in nodes.keepers.values():
+        assert k.commit(again)
+        k.keep_only(*again.age, [s.file for s in again.shards], by=2)
+    assert eventually(lambda: len(held(nodes["c"])) == 4)
+    nodes.lose("a")
+    if how == "another driver":
+        point = newest_point({nodes["c"].address(): nodes["c"].inventory()}, run_id="run", known=())
+        assert point is not None
+        assert_holds(point, 3)
+    else:
+        nodes["c"]._flush()
+        assert newest(tmp_path / "checkpoints").manifest == again
+    nodes.close()
+
+
+def test_a_replica_on_its_way_outlives_the_commit_of_its_step_for_a_newer_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken back in the middle, and sent a second time."""
+    monkeypatch.setattr(exchange, "AGAIN_SECONDS", 0.1)
+    nodes = Nodes("ab", str(tmp_path))
+    ranks = nodes.assign("aa")
+    ranks.snapshot(3)
+    ranks.wait()
+    manifest = nodes.commit(3)
+    ranks.close()
+    nodes.lose("b")
+    nodes.add("c")
+    began, go = threading.Event(), threading.Event()
+    receive_into, sends = wire.Connection.receive_into, []
+
+    def slow(connection: wire.Connection, target: memoryview, seen: Any = None) -> None:
+        if seen is not None:
+            sends.append(len(target))
+            began.set()
+            go.wait(10)
+        receive_into(connection, target, seen)
+
+    monkeypatch.setattr(wire.Connection, "receive_into", slow)
+    nodes.assign("aa", generation=2).close()
+    assert began.wait(10)
+    again = replace(manifest, generation=2)
+    for k in nodes.keepers.values():
+        assert k.commit(again)
+        k.keep_only(*again.age, [s.file for s in again.shards], by=2)
+    go.set()
+    assert eventually(lambda: len(held(nodes["c"])) == 2)
+    assert len(sends) == 2, "each once"
     nodes.close()
 
 
