@@ -106,7 +106,7 @@ class Gate:
             if self.cases[self.number].eager and len(ready) > 1:
                 return True
             if len(ready) >= self.workers + self.spares and not world._fleet.warming:
-                return bool(world.world.grid.world_size >= self.workers)
+                return bool(world.world.grid.world_size == self.workers)  # else a node that joined is not yet lost
             if time.monotonic() > deadline:
                 raise AssertionError(f"only {len(ready)} workers {READY_SECONDS:.0f} s after case {self.number - 1}")
             time.sleep(0.05)
