@@ -118,7 +118,7 @@ def check_all(signal: str, scene: str, folder: Path, *, every: int) -> None:
 def test_a_driver_that_ends_before_some_of_its_acts_leaves_all_that_is_in_the_log(
     scene: str, signal: str, tmp_path: Path
 ) -> None:
-    check_all(signal, scene, tmp_path, every=7)
+    check_all(signal, scene, tmp_path, every=11)
 
 
 @pytest.mark.slow
