@@ -117,3 +117,11 @@ def _entries(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return list(folder.iterdir())
     return []
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and has not ended; it may end at any moment."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

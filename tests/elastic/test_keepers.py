@@ -20,6 +20,7 @@ from raycp.driver.keepers import Collected, KeeperLost, Keepers
 from raycp.errors import CheckpointError, StaleGenerationError
 from raycp.training.checkpoint import newest, step_folder
 from tests import snapshots
+from tests.elastic.leftovers import alive
 from tests.snapshots import SECRET, SHAPES, Ranks, manifest_of
 from workers.memory_reader import MemoryPoint
 
@@ -101,7 +102,7 @@ def ended(pids: dict[str, int], seconds: float = 10.0) -> bool:
     """Whether all these processes end in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids.values()):
+        if not any(alive(pid) for pid in pids.values()):
             return True
         time.sleep(0.05)
     return False

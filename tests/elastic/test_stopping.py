@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from raycp.events import read_events
+from tests.elastic.leftovers import alive
 from tests.elastic.runs import STEPS, make_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,11 +84,11 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> list[
 def left_alive(pids: list[int], seconds: float) -> list[int]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        alive = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
-        if not alive:
+        left = [p for p in pids if alive(p)]
+        if not left:
             return []
         time.sleep(0.1)
-    return alive
+    return left
 
 
 @pytest.mark.slow
