@@ -313,9 +313,8 @@ class Saving:
             return
         try:
             handle = self._persist(memory, manifest)
-        except (
-            CheckpointError
-        ):  # this driver ended inside a commit: the keepers have a newer step, and this one no more
+        except CheckpointError:
+            # This driver ended inside a commit: the keepers have a newer step, and this one no more.
             point = memory.newest(())
             if point is None:
                 raise

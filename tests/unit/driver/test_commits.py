@@ -1,6 +1,5 @@
 """When a step counts: its event is written once, when its manifest is recorded."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +115,7 @@ def test_a_committed_step_is_committed_for_the_generation_that_restores_it_as_it
     commits = made(tmp_path, memory)
     before = Manifest(step=7, cursor={"at": 3}, plan_hash="q", generation=0, run_id="r", grid={"dp": 2}, shards=())
     confirmed = commits.confirm(before)
-    assert memory.manifests == [confirmed] == [dataclasses.replace(before, generation=1)]
+    assert memory.manifests == [confirmed] == [replace(before, generation=1)]
     assert (commits.newest, commits.committed, written(tmp_path)) == (confirmed, 7, [])
     assert made(tmp_path, None).confirm(before) is before
 

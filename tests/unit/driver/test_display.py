@@ -24,14 +24,19 @@ def test_a_screen_that_is_gone_ends_no_run(error: Exception) -> None:
     """`... 2>&1 | head`, or a log on a disk that is full: the run failed at its next line."""
 
     class Gone(io.StringIO):
+        asked = 0
+
         def write(self, text: str) -> int:
+            self.asked += 1
             raise error
 
         def flush(self) -> None:
             raise error
 
-    with Display(total_steps=2, file=Gone()) as display:
+    gone = Gone()
+    with Display(total_steps=2, file=gone) as display:
         display.phase("training")
         display.say("one line")
         display.step(loss=1.0, tokens_per_second=1.0, lr=0.1)
         display.resume(1)
+    assert gone.asked > 1, "it is written to all the same"

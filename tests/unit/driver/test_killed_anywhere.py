@@ -101,30 +101,19 @@ def ended_before(at: int, signal: str, scene: str, folder: Path) -> tuple[str, R
     return limit.act, again
 
 
-def check_all(signal: str, scene: str, folder: Path, *, every: int) -> None:
-    for at in itertools.count(1, every):
-        (folder / str(at)).mkdir()
-        act, run = ended_before(at, signal, scene, folder / str(at))
-        if not act:
-            assert at > 40
-            return
-        check_complete(folder / str(at), run)
-        lost = [e["steps_lost"] for e in named(folder / str(at), "recovered")]
-        assert not any(lost), f"{signal} before act {at} ({act}): {lost} steps lost"
-
-
-@pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM"])
-@pytest.mark.parametrize("scene", SCENES)
-def test_a_driver_that_ends_before_some_of_its_acts_leaves_all_that_is_in_the_log(
-    scene: str, signal: str, tmp_path: Path
-) -> None:
-    check_all(signal, scene, tmp_path, every=11)
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM"])
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_driver_that_ends_before_any_of_its_acts_leaves_all_that_is_in_the_log(
-    scene: str, signal: str, tmp_path: Path
+    scene: str, signal: str, every: int, tmp_path: Path
 ) -> None:
-    check_all(signal, scene, tmp_path, every=1)
+    for at in itertools.count(1, every):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        act, run = ended_before(at, signal, scene, folder)
+        if not act:
+            assert at > 40
+            return
+        check_complete(folder, run)
+        lost = [e["steps_lost"] for e in named(folder, "recovered")]
+        assert not any(lost), f"{signal} before act {at} ({act}): {lost} steps lost"
